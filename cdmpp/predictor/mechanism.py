@@ -72,6 +72,15 @@ _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
 _NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.8
 #: By what scores take longer where a mask hides half of them: what left-out GPUs were predicted well by.
 _MASKED = 2.0
+#: Norm by which the time of a device and of its host make up that of an operator: nearly the longer one.
+_HOST_NORM = 8.0
+#: Elements of the longest row that one warp of PyTorch's softmax holds, and threads of a block of its layer norm (ATen,
+#: PersistentSoftmax.cuh and layer_norm_kernel.cu); the part of a core's shared memory and first cache that keeps their rows
+#: (0.35 to 0.45 erred alike on NeuSight's GPUs left out, 0.3 and 0.5 more).
+_WARP_ROW, _NORM_THREADS, _ROWS_KEPT = 1024, 128, 0.4
+#: How much faster products of windows of 3 x 3 are by Winograd's F(2 x 2, 3 x 3), of 2.25 times fewer operations (Lavin and
+#: Gray, CVPR 2016), with its transforms: of 1, 1.6 and 2.25 what was best on MIOpen's and NeuSight's GPUs left out.
+_WINOGRAD = 1.6
 #: Adding up the parts of a reduction that was cut.
 _SPLIT_S = 1e-6
 #: PCIe 4.0 with 16 lanes has 64 in both directions together; without peers each copy crosses it twice.
@@ -149,7 +158,8 @@ class Constants:
     """How far libraries get, the same on all devices: parts of the peak, of the bandwidth of memory and of that of the last
     cache that are reached; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm
     by which times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing;
-    with what power of the energy there is for an operation the part of the peak grows.
+    with what power of the energy there is for an operation the part of the peak grows; and seconds that the host takes to
+    launch an operator meanwhile, which only labels of eager PyTorch have in them.
 
     The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together.
     """
@@ -163,9 +173,10 @@ class Constants:
     cycles: float = 4300.0
     block_cycles: float = 500.0
     energy_power: float = 0.1
+    host: float = 1e-9
 
     def vector(self) -> FloatArray:
-        """Logarithms, float64 (9,)."""
+        """Logarithms, float64 (10,)."""
         return np.log(list(asdict(self).values()))
 
     @classmethod
@@ -177,16 +188,17 @@ class Constants:
 @dataclass(frozen=True)
 class Mechanism:
     """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``,
-    ``memory_s`` if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak; bytes
-    ``moved`` over the size of that cache; ``blocks`` a core; ``launches``, of kernels as long as usual; the ``energy`` there is
-    for an operation, in parts of what is usual; the clock; and ``features``, which do not depend on constants, float64
-    (n, len(MECHANISM_FEATURES))."""
+    ``memory_s`` if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak;
+    ``again_s`` for what that cache gives in any case; bytes ``moved`` over its size; ``blocks`` a core; ``launches`` as long as
+    usual; the ``energy`` there is for an operation, in parts of what is usual; the clock; and ``features``, which do not depend
+    on constants, float64 (n, len(MECHANISM_FEATURES))."""
 
     matrix_s: FloatArray
     vector_s: FloatArray
     special_s: FloatArray
     memory_s: FloatArray
     cache_s: FloatArray
+    again_s: FloatArray
     moved: FloatArray
     blocks: FloatArray
     launches: FloatArray
@@ -200,7 +212,8 @@ class Mechanism:
         return Mechanism(clock=self.clock, **arrays)
 
     def parts(self, constants: Constants) -> dict[str, FloatArray]:
-        """Seconds that each part of the device is busy, each float64 (n,); "launch" is before and after all others."""
+        """Seconds that each part of the device is busy, each float64 (n,); "launch" is before and after all others,
+        "host" while they go on."""
         c = constants
         with np.errstate(over="ignore"):
             kept = 1 / (1 + (self.moved / c.kept) ** c.kept_power)
@@ -209,16 +222,18 @@ class Mechanism:
             "matrix or FMA units": self.matrix_s / reached,
             "vector units": self.vector_s / c.peak,
             "special functions": self.special_s / c.peak,
-            "memory and caches": self.memory_s * (1 - kept) / c.memory + self.cache_s * kept / c.cache,
+            "memory and caches": self.memory_s * (1 - kept) / c.memory + (self.cache_s * kept + self.again_s) / c.cache,
             "start of blocks": self.blocks * c.block_cycles / self.clock,
             "launch": self.launches * c.cycles / self.clock,
+            "host": np.full(len(self.blocks), c.host),
         }
 
     def estimate(self, constants: Constants) -> FloatArray:
         """Seconds, float64 (n,)."""
-        *busy, launch = self.parts(constants).values()
-        together: FloatArray = np.sum([part**constants.norm for part in busy], axis=0) ** (1 / constants.norm)
-        return together + launch
+        *busy, launch, host = self.parts(constants).values()
+        together = np.sum([part**constants.norm for part in busy], axis=0) ** (1 / constants.norm) + launch
+        longer: FloatArray = (together**_HOST_NORM + host**_HOST_NORM) ** (1 / _HOST_NORM)
+        return longer
 
 
 def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
@@ -247,10 +262,13 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     b, rows, columns, depth = products(table)
     tiles = {tile: b * np.ceil(rows / tile[0]) * np.ceil(columns / tile[1]) for tile in TILES}
     compute, splits = _compute(tiles, depth, peak / cores, cores, cache_rate / cores)
+    compute = np.where(op == "conv", compute / _conv_speedup(table, size, device), compute)
     attends = (op == "attention") & (size["tokens"] > size["sequences"])
     waves_of_blocks, scores = _attention(size, cores, packed=device.mcpu not in _NEWEST)
     flops = 4 * waves_of_blocks * scores * np.ceil(size["head_dim"] / 32) * 32
     compute = np.where(attends, flops * cores / peak, compute)
+    again, rows_at_once = _again(op, size, todo["read"], device)
+    far = rows_at_once * cores > cache
     special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
     decodes = (op == "attention") & ~attends & (device.kind == "gpu")
     one_by_one, scores, launches = _decode(size, cores, np.where(has_unit > 0, _PADDED, 1.0))
@@ -262,7 +280,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         "matrix": np.where(todo["matrix"] > 0, compute, 0.0),
         "vector": todo["vector"] / (cores * lanes * clock),
         "special": special / (special_rate * clock),
-        "memory": moved / bandwidth,
+        "memory": (moved + again * far) / bandwidth,
         "cache": moved / cache_rate,
     }
     # a ring sends and receives each part twice (Thakur et al. 2005), one transfer sends it once
@@ -316,10 +334,12 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     blocks = np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536)
     blocks = np.where(attends, cores * waves_of_blocks, blocks)
     blocks = np.where(decodes, cores * one_by_one * longer * (_FLASH_BLOCK if flash else 1.0), blocks)
+    blocks = np.where((device.kind == "gpu") & np.isin(op, ("layernorm", "softmax")), size["m"], blocks)
     # ranks wait for each other in every round of a ring, until a tree takes fewer
     blocks = np.where(collective, cores * np.minimum(2 * (ranks - 1), _MOST_ROUNDS), blocks)
     return Mechanism(
         **{f"{name}_s": value for name, value in seconds.items()},
+        again_s=again * ~far / cache_rate,
         moved=moved / cache,
         blocks=blocks / cores,
         launches=launches,
@@ -362,6 +382,39 @@ def _decode(size: dict[str, FloatArray], cores: float, padded: FloatArray) -> tu
     step = _STEP / np.maximum(size["head_dim"], 1)
     scores = padded * np.ceil(np.minimum(group, 64) / padded) * step * np.ceil(keys / splits / step)
     return np.ceil(blocks * splits / cores), scores, np.where(splits > 1, 1 + _COMBINE, 1.0)
+
+
+def _conv_speedup(table: pd.DataFrame, size: dict[str, FloatArray], device: Device) -> FloatArray:
+    """How much faster the products of a convolution on a GPU are than :func:`pipe` says, 1 or more, float64 (n,).
+
+    Vector units use Winograd, forward and by the input, for windows of 3 x 3 in steps of one. Where bfloat16 is emulated,
+    MIOpen's kernels by the weights are not slower than those of float32."""
+    plain = size["stride"] * size["dilation"] * size["groups"] == 1
+    lean = plain & (size["kernel_h"] == 3) & (size["kernel_w"] == 3) & (size["backward"] < 2)
+    found = np.ones(len(table))
+    for dtype in set(table["dtype"]) if device.kind == "gpu" else ():
+        rate, used = pipe(device, dtype)
+        vector = device.peak_gflops.get(dtype, 0.0) if used.startswith(dtype) else 0.0
+        by_weights = 1 / _EMULATED if (dtype, used) == ("bfloat16", "float32") else 1.0
+        faster = np.where(lean, max(_WINOGRAD * vector / rate, 1.0), np.where(size["backward"] == 2, by_weights, 1.0))
+        found = np.where(table["dtype"] == dtype, faster, found)
+    return found
+
+
+def _again(
+    op: NDArray[np.str_], size: dict[str, FloatArray], read: FloatArray, device: Device
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes that PyTorch's layer norm and softmax on a GPU read again, as a row has no room in a core's own cache, and those of
+    the rows that a core works at.
+
+    A block goes over its row once for each of what it adds up, and once more to write; a warp holds a short row of softmax in
+    registers. As many blocks as there are threads for share a core, of softmax with a thread for four elements."""
+    softmax = op == "softmax"
+    passes = np.select([op == "layernorm", softmax & (size["n"] > _WARP_ROW)], [1.0, 2.0], 0.0)
+    threads = np.where(softmax, np.clip(size["n"] / 4, 32, 1024), _NORM_THREADS)
+    rows = read / np.maximum(size["m"], 1) * (device.max_threads_per_core or 2048) / threads
+    room = _ROWS_KEPT * 1024 * (device.shared_kb or 64)
+    return passes * read * ((rows > room) & (device.kind == "gpu")), rows
 
 
 def _energy(dtype: pd.Series[str], device: Device, peak: FloatArray) -> FloatArray:

@@ -26,7 +26,7 @@ from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import read_json, write_text
 from cdmpp.predictor.checkpoint import load_tensors, save_tensors
-from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, mechanism
+from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, Mechanism, mechanism
 from cdmpp.predictor.solvers import (
     FRAMEWORK,
     OPERATOR,
@@ -42,6 +42,8 @@ from cdmpp.program.operators import ELEMENT_BYTES, OPERATORS, SIZES, WEIGHTS_ONL
 
 FloatArray = NDArray[np.float64]
 
+#: Operators of one device, the logarithms of their seconds, and the weight of each.
+_Labels = tuple[Mechanism, FloatArray, float]
 #: The fastest kernel of any framework.
 BEST = "best"
 FRAMEWORKS = (BEST, "vllm", "sglang", "trtllm", TORCH, "miopen", "triton", "nccl", "pipeweave", TORCH_COLD)
@@ -60,12 +62,15 @@ _ALIKE = 0.15
 _TRUST, _HARM = (0.0, 0.25, 0.5, 0.75, 1.0), 1.05
 #: Nothing of it is trusted before so many families of devices can be left out: with three it made attention twice as wrong.
 _FAMILIES_TO_TRUST = 4
-#: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults.
-_LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0, 0.005])
-_HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0, 1.0])
-_HELD, _OUTLIER = 0.02, 0.15
+#: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults: more where PyTorch launched the
+#: kernels, as small ones do not tell the host from the device; and one vendor's to those of all (both chosen on GPUs left out).
+_LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0, 0.005, 1e-9])
+_HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0, 1.0, 1e-3])
+_HELD, _HELD_LAUNCHED, _HELD_VENDOR, _OUTLIER = 0.02, 0.08, 0.03, 0.15
 #: Where the fit of attention of one query starts: keys come in their order, so that the cache has all of them or none.
 _STREAMS, _KEPT_HELD = Constants(kept=1.0, kept_power=7.0), 0.3
+#: The quantile of a device's labels that is about what the host needs.
+_SHORTEST = 0.02
 #: Kinds without labels -> the kind whose constants serve, but for the launch: that was not measured in recorded graphs. A root
 #: mean square is one pass of an engine's fused kernel over its rows, unlike PyTorch's layer norm with its two.
 _ALIKE_KINDS = {
@@ -155,7 +160,7 @@ class OperatorModel:
         drawn = np.random.default_rng(0)
         lengths = _REACH * math.sqrt(scaled.shape[1])
         waves = drawn.standard_normal((scaled.shape[1], _WAVES)) / lengths
-        flags = kinds(table)[:, None] == np.array(sorted(self.constants))
+        flags = kinds(table)[:, None] == np.array(sorted(kind for kind in self.constants if "@" not in kind))
         return flags.astype(np.float64), np.cos(scaled @ waves + drawn.uniform(0, 2 * np.pi, _WAVES))
 
     def _numbers(self, table: pd.DataFrame, device: Device) -> FloatArray:
@@ -189,7 +194,7 @@ class OperatorModel:
         bound, part = np.empty(len(table), dtype=object), np.empty(len(table))
         for kind in np.unique(of_kind):
             at = of_kind == kind
-            constants, own = constants_of(kind, self.constants), seen.take(at)
+            constants, own = constants_of(kind, self.constants, resolved.vendor), seen.take(at)
             busy = own.parts(constants)
             longest = np.argmax(list(busy.values()), axis=0)
             bound[at] = np.array(list(busy), dtype=object)[longest]
@@ -374,9 +379,10 @@ def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
     return np.char.add(np.char.add(op, of_phase), own)
 
 
-def constants_of(kind: str, constants: Mapping[str, Constants]) -> Constants:
-    """Of a kind, or of its operator, or those that are usual."""
-    return constants.get(kind) or constants.get(kind.partition(" ")[0]) or Constants()
+def constants_of(kind: str, constants: Mapping[str, Constants], vendor: str = "") -> Constants:
+    """Of a kind, of the vendor's libraries if these have some of their own, or of its operator, or those that are usual."""
+    asked = (name for one in (kind, kind.partition(" ")[0]) for name in (f"{one}@{vendor}", one))
+    return next((constants[name] for name in asked if name in constants), Constants())
 
 
 def encode(
@@ -405,7 +411,7 @@ def encode(
     of_kind = kinds(table)
     for kind in np.unique(of_kind):
         at = of_kind == kind
-        estimate[at] = seen.take(at).estimate(constants_of(kind, constants))
+        estimate[at] = seen.take(at).estimate(constants_of(kind, constants, device.vendor))
     return np.concatenate([numbers, *flags], axis=1).astype(np.float32), estimate
 
 
@@ -589,36 +595,63 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
 
 
 def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
-    """Constants of each kind, on the fastest kernels of all devices, each of which counts alike; and of kinds that have no
-    labels those of the kind most like it, but for what its labels have of launches."""
-    from scipy.optimize import least_squares
-
+    """Constants of each kind, on the fastest kernels of all devices, each of which counts alike; of GPUs of several vendors,
+    whose libraries differ, also those of each (``gemm float32@amd``); and of kinds that have no labels those of the kind most
+    like it, but for what its labels have of launches."""
     found: dict[str, Constants] = {}
-    table = table[table["framework"] == BEST].reset_index(drop=True)
-    of_kind = pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str)
-    for kind in np.unique(of_kind):
-        part = table[of_kind == kind].reset_index(drop=True)
-        streams = " decode" in kind and get_device(str(part["device"][0])).kind == "gpu"
-        start, held = (_STREAMS if streams else Constants()).vector(), np.full(len(_LOW), _HELD)
-        held[3:5] = _KEPT_HELD if streams else _HELD
-        devices = []
+    of_kind, best = (
+        pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str),
+        (table["framework"] == BEST).to_numpy(),
+    )
+    for kind in np.unique(of_kind[best]):
+        part = table[best & (of_kind == kind)].reset_index(drop=True)
+        frameworks = table[of_kind == kind].groupby("device")["framework"].agg(set)
+        launched = {name for name, measured in frameworks.items() if measured == {BEST, TORCH}}
+        devices: list[tuple[Device, _Labels]] = []
         for name, at in part.groupby("device").indices.items():
             at = at[:_FITTED_ROWS]
             target = np.log(part["seconds"].to_numpy(dtype=np.float64)[at])
-            devices.append((mechanism(part.iloc[at], get_device(str(name))), target, 1 / math.sqrt(len(at))))
-
-        def off(logs: FloatArray, devices: Any = devices, start: Any = start, held: Any = held) -> FloatArray:
-            constants = Constants.of(logs)
-            errors = [w * _soft(np.log(m.estimate(constants)) - y) for m, y, w in devices]
-            return np.concatenate([*errors, held * (logs - start)])
-
-        inside = np.clip(start, _LOW + 1e-6, _HIGH - 1e-6)
-        found[str(kind)] = Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40, ftol=1e-4).x)
+            device = get_device(str(name))
+            devices.append((device, (mechanism(part.iloc[at], device), target, 1 / math.sqrt(len(at)))))
+        streams = " decode" in kind and devices[0][0].kind == "gpu"
+        held = np.full(len(_LOW), _HELD_LAUNCHED if launched else _HELD)
+        held[3:5] = _KEPT_HELD if streams else held[3:5]
+        start = _STREAMS if streams else Constants()
+        found[str(kind)] = _fit([labels for _, labels in devices], start, held, bool(launched))
+        vendors = sorted({device.vendor for device, _ in devices if device.kind == "gpu"})
+        for vendor in vendors if len(vendors) > 1 else ():
+            own = {device.name: labels for device, labels in devices if device.vendor == vendor}
+            hosted, held = bool(launched & set(own)), np.full(len(_LOW), _HELD_VENDOR)
+            found[f"{kind}@{vendor}"] = _fit(list(own.values()), found[str(kind)], held, hosted)
     found |= {kind: found[like] for kind, like in _SERVED_BY.items() if like in found}
+    usual = Constants()
     for kind, like in _ALIKE_KINDS.items():
-        if kind not in found and like in found:
-            found[kind] = replace(found[like], cycles=Constants().cycles)
+        if kind not in found:
+            there = {name.removeprefix(like): own for name, own in found.items() if name.partition("@")[0] == like}
+            found |= {
+                kind + vendor: replace(own, cycles=usual.cycles, host=usual.host) for vendor, own in there.items()
+            }
     return found
+
+
+def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray, launched: bool) -> Constants:
+    """Constants that are ``held`` to others ``like`` them, the host's to the shortest operators: these are only fitted where
+    PyTorch ``launched`` them, as engines measure in recorded graphs and MIOpen single kernels."""
+    from scipy.optimize import least_squares
+
+    shortest = math.exp(np.median([np.quantile(y, _SHORTEST) for _, y, _ in devices]))
+    start = replace(like, host=shortest if launched else Constants().host).vector()
+    free = len(start) - (not launched)
+
+    def off(logs: FloatArray) -> FloatArray:
+        constants = Constants.of(np.append(logs, start[free:]))
+        errors = [w * _soft(np.log(m.estimate(constants)) - y) for m, y, w in devices]
+        return np.concatenate([*errors, held[:free] * (logs - start[:free])])
+
+    low, high = _LOW[:free], _HIGH[:free]
+    inside = np.clip(start[:free], low + 1e-6, high - 1e-6)
+    found = least_squares(off, inside, bounds=(low, high), max_nfev=40, ftol=1e-4).x
+    return Constants.of(np.append(found, start[free:]))
 
 
 def _soft(errors: FloatArray) -> FloatArray:
