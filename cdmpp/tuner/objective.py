@@ -56,6 +56,8 @@ class Objective:
         ):
             if limit is not None and spent >= limit:
                 return f"the budget of {limit:g} {unit}"
+        if self.energy_budget_j is not None and costs.energy_j is None and costs.wall_s > 0:
+            return "energy is not counted, or was not in an earlier run: its budget cannot be kept"
         if self.least_gain_per_minute is not None:
             gain = curve.gain()
             if gain is not None and gain < self.least_gain_per_minute:

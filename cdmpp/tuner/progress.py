@@ -84,15 +84,16 @@ class Progress:
 
     def tick(self) -> None:
         """Bring the costs up to now."""
-        self.costs.wall_s = time.monotonic() - self._began
-        self.costs.search_cpu_s = time.process_time() - self._cpu + self.elsewhere_s
-        self.costs.energy_j = None
+        energy_j = None
         if self._energy is not None and self._before_j is not None:
             try:
-                self.costs.energy_j = self._before_j + self._energy.joules()
+                energy_j = self._before_j + self._energy.joules()
             except OSError as err:
                 logger.warning("energy is not counted any more: %s", err)
                 self._energy = None
+        self.costs.energy_j = energy_j
+        self.costs.search_cpu_s = time.process_time() - self._cpu + self.elsewhere_s
+        self.costs.wall_s = time.monotonic() - self._began
 
     @property
     def time_left_s(self) -> float | None:

@@ -27,9 +27,6 @@ def made(**other: Any) -> dict[str, Any]:
     return {**provenance(common.__file__, seeds=[3]), **other}
 
 
-# -- provenance ------------------------------------------------------------------------------------------------
-
-
 def test_provenance_says_what_figures_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks/common.py", "--seed", "3", "a b"])
     (tmp_path / "records.csv").write_text("1")
@@ -80,9 +77,6 @@ def test_results_without_provenance_are_refused(tmp_path: Path, content: str) ->
         common.load_result(path)
 
 
-# -- rows and files --------------------------------------------------------------------------------------------
-
-
 def test_a_run_that_is_started_again_finds_what_was_done(tmp_path: Path) -> None:
     path, count = tmp_path / "results.json", lambda rows: [figure("rows", {"n": len(rows)})]
     kept = Results(path, made(), {"records": 5}, count)
@@ -123,9 +117,6 @@ def test_files_are_small_and_hold_what_was_measured(tmp_path: Path, capsys: pyte
     assert text.count("\n") < 30 and json.loads(text)["rows"] == [{"a": None}, {"a": 2}]
     assert json.loads(text)["figures"][0]["values"] == {"mape": 0.3333333}
     assert "33.3 %" in capsys.readouterr().out
-
-
-# -- figures ---------------------------------------------------------------------------------------------------
 
 
 def test_the_interval_of_a_mean_is_the_normal_one() -> None:

@@ -257,9 +257,6 @@ def test_a_trace_may_name_its_dependencies(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-# -- bad input ----------------------------------------------------------------------------------------------------
-
-
 def changed(number: int, **values: Any) -> list[dict[str, Any]]:
     return [{**row, **values} if i == number else row for i, row in enumerate(ROWS)]
 
@@ -333,9 +330,6 @@ def test_the_command_line(tmp_path: Path, command: Command) -> None:
     assert command.json(*imported, "--devices", mine, "--limit", 4)["records"] == {"ok": 4}
     assert "4 labels (failures: none)" in command.out
     assert "is a dataset already" in command.error(*imported, "--devices", mine, "--limit", 4)
-
-
-# -- the published files ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not (SHARED / "neusight_traces.parquet").exists(), reason="needs ../shared/data")

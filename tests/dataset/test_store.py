@@ -98,9 +98,6 @@ def test_measured_is_what_resume_needs(tmp_path: Path) -> None:
         assert program(9).hash in dataset.measured(DEVICE, retry=("device_lost",))
 
 
-# -- what ends a writer, and what it leaves ------------------------------------------------------------
-
-
 def test_rows_of_another_shape_are_counted_not_fatal(tmp_path: Path) -> None:
     small_dataset(tmp_path / "d")
     rows = RowStore(tmp_path / "d" / "rows.db", write=True)
@@ -214,9 +211,6 @@ def test_a_forked_worker_neither_writes_nor_holds_the_lock(tmp_path: Path) -> No
         child.join()
         add_measured(dataset, 1)
         assert len(dataset.records) == 7
-
-
-# -- what is no record or no dataset ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,6 @@ def trace(tasks: list[Task], tmp_path: Path) -> Path:
     return path
 
 
-# -- graphs of networks ------------------------------------------------------------------------------------------
-
-
 def test_the_graph_of_a_network_has_its_calls_and_their_dependencies(branches: NetworkTasks) -> None:
     nodes = {node.name: node for node in branches.graph.nodes}
     (tanh,) = (n for n in nodes.values() if n.name.endswith("tanh"))
@@ -164,9 +161,6 @@ def test_the_schedules_of_a_database(branches: NetworkTasks, tmp_path: Path) -> 
     assert notes[0].startswith(f"the schedules of {tmp_path} were found on {here.name}, not on")
 
 
-# -- imported traces ---------------------------------------------------------------------------------------------
-
-
 def test_a_trace_is_replayed_with_its_repeats(trace: Path) -> None:
     report = predict_latency(trace, "h200", fixed(), launch_overhead_us=0.0)
     assert report.latency_s == pytest.approx(4e-3)
@@ -191,9 +185,6 @@ def test_intervals_say_what_they_assume(trace: Path) -> None:
     assert report.layers[1].low_s == pytest.approx(1.5e-3)
     assert any("same way" in text for text in report.assumptions)
     assert any("by chance" in text for text in report.assumptions)
-
-
-# -- several devices ---------------------------------------------------------------------------------------------
 
 
 def test_devices_are_ranked_by_latency_and_cost(trace: Path, tmp_path: Path) -> None:
@@ -226,9 +217,6 @@ def test_the_command_prints_and_writes_the_same_numbers(
     assert one["latency_s"] == pytest.approx(4e-3) and "4 ms a run on h200" in command.out
     two = command.json("latency", trace, "--device", "h200,t4")
     assert set(two["by_latency"]) == {"h200", "t4"} and "on 2 devices" in command.out
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0])

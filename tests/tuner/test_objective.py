@@ -49,6 +49,8 @@ def test_forecast_looks_at_the_later_part_and_needs_some_points() -> None:
         ({"cpu_budget_s": 60.0}, Costs(search_cpu_s=10, build_s=40, device_s=15), "budget of 60 CPU seconds"),
         ({"energy_budget_j": 500.0}, Costs(energy_j=499.0), None),
         ({"energy_budget_j": 500.0}, Costs(energy_j=501.0), "budget of 500 J"),
+        ({"energy_budget_j": 500.0}, Costs(), None),
+        ({"energy_budget_j": 500.0}, Costs(wall_s=3), "energy is not counted"),
     ],
 )
 def test_limits(limits: dict[str, Any], costs: Costs, reason: str | None) -> None:
