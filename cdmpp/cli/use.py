@@ -39,10 +39,14 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.predictor.evidence import measured_latencies
     from cdmpp.predictor.predictor import load_predictor, predict_program_file
 
-    predictor = load_predictor(args.predictor)
+    predictor, device = load_predictor(args.predictor), args.device
     measured = measured_latencies(args.measured)
+    if device.startswith("this-cpu"):
+        from cdmpp.profiler.core_rates import with_known_clock
+
+        device = with_known_clock(device)
     if args.target.endswith(".json"):
-        result = predict_program_file(predictor, args.target, args.device, compiled=args.compile > 0, measured=measured)
+        result = predict_program_file(predictor, args.target, device, compiled=args.compile > 0, measured=measured)
         _show_program(console, result)
         return result
     if measured:
@@ -53,7 +57,7 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
         result = predict_network(
             predictor,
             args.target,
-            args.device,
+            device,
             programs_per_task=args.programs_per_task,
             compile_best=args.compile,
             seed=args.seed,

@@ -24,6 +24,7 @@ from cdmpp.files import read_yaml
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.predictor import COVERAGE, load_predictor, prediction_note
 from cdmpp.predictor.uncertainty import Calibration, check_coverage
+from cdmpp.profiler.core_rates import with_known_clock
 from cdmpp.program.graph import GraphNode
 from cdmpp.program.network import Network
 
@@ -89,7 +90,7 @@ def predict_latency(
     ``seed`` is of random programs, and of the draws of the independent interval. CdmppError: UnknownDeviceError, NetworkError,
     DatasetError, TunerError, ProgramError; or PredictorError, for what is no latency too."""
     check_coverage(coverage)
-    resolved = get_device(device)
+    resolved = with_known_clock(device)
     if runs_eagerly(network, runtime, schedule) and resolved.kind == "cpu":
         return eager_latency(network, resolved, None, price_per_hour, coverage)  # type: ignore[arg-type]
     if runtime == "torch" and resolved.kind == "cpu":
@@ -158,7 +159,7 @@ def compare_devices(
 
     Options and errors are those of :func:`predict_latency`; every device is looked up before anything is predicted. `prices` of
     an hour are by canonical device name (:func:`read_prices`); a share of a device has a price of its own."""
-    resolved = [get_device(device) for device in devices]
+    resolved = [with_known_clock(device) for device in devices]
     eager = runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED))
     source: Any = network
     if not eager or any(device.kind == "gpu" for device in resolved):

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cdmpp.device import Device, get_device
+from cdmpp.device import Device
 from cdmpp.endtoend.graph import NetworkTasks
 from cdmpp.errors import PredictorError, ProgramError, TunerError
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.evidence import NO_EVIDENCE
 from cdmpp.predictor.predictor import COVERAGE, Pairs, prediction_note, seconds_interval
+from cdmpp.profiler.core_rates import with_known_clock
 from cdmpp.program.ast import CompactAST, compact_asts
 from cdmpp.program.network import Network, load_network
 from cdmpp.program.space import TaskSpaces
@@ -167,7 +168,7 @@ def predict_network(
     programs are far from the training data, None where it cannot tell; ``total_*_s`` are weighted sums over the tasks."""
     if compile_best < 0:
         raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
-    resolved = get_device(device)
+    resolved = with_known_clock(device)
     loaded = load_network(network) if isinstance(network, str) else network
     rows: list[dict[str, Any]] = []
     tasks = extract_tasks([loaded])

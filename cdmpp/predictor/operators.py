@@ -60,8 +60,9 @@ _ALIKE = 0.15
 #: Parts of what the network says that are tried on devices left out, and by what factor it may err more than the estimate on a
 #: family: for element-wise operators it was a fifth as wrong on two of seven, and two to three times on two others.
 _TRUST, _HARM = (0.0, 0.25, 0.5, 0.75, 1.0), 1.05
-#: Nothing of it is trusted before so many families of devices can be left out: with three it made attention twice as wrong.
-_FAMILIES_TO_TRUST = 4
+#: Nothing of it is trusted before so many families of devices can be left out: with three of GPUs it made attention twice as
+#: wrong. CPUs run the same kernels of PyTorch, so that one may tell of another.
+_FAMILIES_TO_TRUST = {"gpu": 4, "cpu": 1}
 #: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults: more where PyTorch launched the
 #: kernels, as small ones do not tell the host from the device; and one vendor's to those of all (both chosen on GPUs left out).
 _LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0, 0.005, 1e-9])
@@ -506,12 +507,13 @@ def train(
         trust = dict.fromkeys(map(str, np.unique(kinds(table))), 1.0)
         return replace(_fitted(table, members, epochs, width, seed), trust=trust, seen=errors), left
     measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
-    trust = {str(k): _trust(measured, logs, kind == k, family) for k in np.unique(kind)}
+    least = _FAMILIES_TO_TRUST[get_device(str(table["device"][0])).kind]
+    trust = {str(k): _trust(measured, logs, kind == k, family, least) for k in np.unique(kind)}
     trusted = np.empty(len(table))
     for number in numbers:
         for k in np.unique(kind[family == number]):
             at = (family == number) & (kind == k)
-            trusted[at] = _trust(measured, logs, (kind == k) & (family != number), family)
+            trusted[at] = _trust(measured, logs, (kind == k) & (family != number), family, least)
     left = table.assign(left_out_s=estimate * np.exp(trusted * logs), left_out_estimate_s=estimate)
     model = replace(_fitted(table, members, epochs, width, seed), trust=trust, unseen=_errors(left, left["left_out_s"]))
     own_estimate, own_logs = model.parts(table)
@@ -661,11 +663,11 @@ def _soft(errors: FloatArray) -> FloatArray:
     return soft
 
 
-def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], family: NDArray[Any]) -> float:
+def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], family: NDArray[Any], least: int) -> float:
     """The part of what networks say that is best on devices they did not see, of those that make none much worse; each device
-    family counts alike."""
+    family counts alike, and there must be some."""
     groups = sorted(set(family[rows]))
-    if len(groups) < _FAMILIES_TO_TRUST:
+    if len(groups) < least:
         return 0.0
     off = np.stack([np.abs(measured - part * logs) for part in _TRUST], axis=1)
     errors = np.array([off[rows & (family == group)].mean(axis=0) for group in groups])

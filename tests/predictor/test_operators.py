@@ -139,7 +139,8 @@ def test_networks_that_make_one_family_much_worse_are_not_trusted(worst: float, 
     """On three families of four what the network says halves the error; on one it errs `worst` times as much."""
     family, measured = np.repeat(np.arange(4), 10), np.ones(40)
     logs = np.where(family == 0, 1 - worst, 0.5)
-    assert _trust(measured, logs, np.ones(40, dtype=bool), family) == part
+    assert _trust(measured, logs, np.ones(40, dtype=bool), family, 4) == part
+    assert _trust(measured, logs, np.ones(40, dtype=bool), family, 5) == 0
 
 
 def convolutions(device: str, windows: list[int], dtype: str = "float16") -> pd.DataFrame:
