@@ -78,7 +78,9 @@ def _rows_unlike(rows: Mapping[str, Cost], facts: Mapping[str, Any]) -> dict[str
         if facts.get("full_width"):
             cost = rows.get(name.replace(" z", " y"), cost)
         cycles = next((c for pattern, c in facts["latency"].items() if re.fullmatch(pattern, name.split()[0])), None)
-        uses = tuple((c, tuple(facts["units"].get("|".join(u), "|".join(u)).split("|"))) for c, u in cost.uses)
+        units = {k: v for pattern, own in facts["units"].items() if re.fullmatch(pattern, name) for k, v in own.items()}
+        used = ((c, units.get("|".join(u), "|".join(u))) for c, u in cost.uses)
+        uses = tuple((c, tuple(names.split("|"))) for c, names in used if names)
         memory = " m" in name
         found[name] = Cost(cost.latency if cycles is None or memory else cycles, cost.micro_ops, uses)
     return found
