@@ -39,13 +39,14 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.predictor.evidence import measured_latencies
     from cdmpp.predictor.predictor import load_predictor, predict_program_file
 
-    predictor, device = load_predictor(args.predictor), args.device
+    predictor = load_predictor(args.predictor)
     measured = measured_latencies(args.measured)
-    if device.startswith("this-cpu"):
-        from cdmpp.profiler.core_rates import with_known_clock
-
-        device = with_known_clock(device)
     if args.target.endswith(".json"):
+        device = args.device
+        if device.startswith("this-cpu"):  # of others this would load the profiler for nothing
+            from cdmpp.profiler.core_rates import with_known_clock
+
+            device = with_known_clock(device)
         result = predict_program_file(predictor, args.target, device, compiled=args.compile > 0, measured=measured)
         _show_program(console, result)
         return result
@@ -57,7 +58,7 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
         result = predict_network(
             predictor,
             args.target,
-            device,
+            args.device,
             programs_per_task=args.programs_per_task,
             compile_best=args.compile,
             seed=args.seed,

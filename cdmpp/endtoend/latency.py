@@ -159,7 +159,7 @@ def compare_devices(
 
     Options and errors are those of :func:`predict_latency`; every device is looked up before anything is predicted. `prices` of
     an hour are by canonical device name (:func:`read_prices`); a share of a device has a price of its own."""
-    resolved = [with_known_clock(device) for device in devices]
+    resolved = [get_device(device) for device in devices]
     eager = runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED))
     source: Any = network
     if not eager or any(device.kind == "gpu" for device in resolved):

@@ -601,10 +601,8 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
     whose libraries differ, also those of each (``gemm float32@amd``); and of kinds that have no labels those of the kind most
     like it, but for what its labels have of launches."""
     found: dict[str, Constants] = {}
-    of_kind, best = (
-        pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str),
-        (table["framework"] == BEST).to_numpy(),
-    )
+    of_kind = pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str)
+    best = (table["framework"] == BEST).to_numpy()
     for kind in np.unique(of_kind[best]):
         part = table[best & (of_kind == kind)].reset_index(drop=True)
         frameworks = table[of_kind == kind].groupby("device")["framework"].agg(set)
@@ -615,10 +613,9 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
             target = np.log(part["seconds"].to_numpy(dtype=np.float64)[at])
             device = get_device(str(name))
             devices.append((device, (mechanism(part.iloc[at], device), target, 1 / math.sqrt(len(at)))))
-        streams = " decode" in kind and devices[0][0].kind == "gpu"
-        held = np.full(len(_LOW), _HELD_LAUNCHED if launched else _HELD)
-        held[3:5] = _KEPT_HELD if streams else held[3:5]
-        start = _STREAMS if streams else Constants()
+        start, held = Constants(), np.full(len(_LOW), _HELD_LAUNCHED if launched else _HELD)
+        if " decode" in kind and devices[0][0].kind == "gpu":
+            start, held[3:5] = _STREAMS, _KEPT_HELD  # kept and kept_power
         found[str(kind)] = _fit([labels for _, labels in devices], start, held, bool(launched))
         vendors = sorted({device.vendor for device, _ in devices if device.kind == "gpu"})
         for vendor in vendors if len(vendors) > 1 else ():

@@ -84,11 +84,9 @@ def arguments_of(call: Call, copies: int = 1) -> list[tuple[tuple[Any, ...], dic
 
     shared = {node: made(node) for node in call.node.all_input_nodes}
     most = max(1, int(_MOST_BYTES / max(1.0, sum(map(_bytes, call.weight_sizes)))))
+    weights = [shared, *({n: made(n) for n in call.weight_sizes} for _ in range(1, min(copies, most)))]
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    weights = [shared]
     for copy in range(copies):
-        if 0 < copy < most:
-            weights.append({n: made(n) for n in call.weight_sizes})
         others = {n: made(n) for n in shared if copy and call.name == "embedding" and n not in call.weight_sizes}
         tensors = {**shared, **weights[copy % len(weights)], **others}
         found.append((map_arg(call.node.args, tensors.get), map_arg(dict(call.node.kwargs), tensors.get)))
