@@ -1,14 +1,13 @@
 """Whole networks on this CPU: latency measured in the Relax VM against `cdmpp latency`'s prediction.
 
     python benchmarks/end_to_end.py --predictor runs/p1 --out runs/bench-end-to-end --json end_to_end.json
-    python benchmarks/end_to_end.py --predictor runs/p1 --networks mlp --database mlp=runs/tuned-mlp --out runs/e2e
 
-Every network is compiled untuned, and with the schedules of a database of `cdmpp tune` where one is given, and run in a
-process that is pinned to the cores of ``--device`` with as many threads; both variants in turn. What is measured is defined in
-`cdmpp/tuner/deployment.py`: ``measured_s`` is the mean of the faster half of the undisturbed whole runs (``method`` is
-``runs``) or, where a run is too long to be left alone, the sum over the functions it calls, each the mean of the faster half
-of its undisturbed samples (``calls``). ``disturbed`` is the part of that time during which somebody else used the core,
-``plain_s`` the mean of the faster half of all whole runs in the fastest round.
+Every network is compiled untuned (`tuned_networks.py` has tuned ones) and run in a process that is pinned to the cores of
+``--device`` with as many threads. What is measured is defined in `cdmpp/tuner/deployment.py`: ``measured_s`` is the mean of
+the faster half of the undisturbed whole runs (``method`` is ``runs``) or, where a run is too long to be left alone, the sum
+over the functions it calls, each the mean of the faster half of its undisturbed samples (``calls``). ``disturbed`` is the part
+of that time during which somebody else used the core, ``plain_s`` the mean of the faster half of all whole runs in the fastest
+round.
 
 All networks are measured in ``--rounds`` rounds, each in a new process. The round in the middle counts, of those with at most
 5 % disturbed; the least disturbed one where there is none. What has been measured is kept in ``--out``; a run that is
@@ -23,12 +22,10 @@ from __future__ import annotations
 
 import logging
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, report, start
@@ -42,47 +39,23 @@ from cdmpp.predictor.predictor import load_predictor
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.program.fusion import FusedNetwork
 from cdmpp.program.network import Network, load_network
-from cdmpp.program.tvm_env import import_tvm
-from cdmpp.tuner.deployment import apply_database, import_network, measure_network
+from cdmpp.tuner.deployment import import_network, measure_network
 from cdmpp.tuner.measure import device_of_this_machine
-from cdmpp.tuner.store import json_database
 
 #: Of many families, from milliseconds to seconds; the weights that ship have not seen gcn, densenet121 and inception_v3.
 NETWORKS = (
     "mlp", "lstm", "gcn", "espcn", "bert_tiny", "mobilenet_v2", "squeezenet", "resnet18", "densenet121", "inception_v3",
 )  # fmt: skip
-UNTUNED, TUNED = "untuned", "tuned"
+UNTUNED = "untuned"
 #: A round of which a larger part was disturbed counts only where no other is better.
 MOSTLY_QUIET = 0.05
 
 
-@dataclass(frozen=True)
-class Case:
-    """A network, imported and fused, with the database it is tuned by."""
-
-    network: Network
-    fused: FusedNetwork
-    database: Path | None
-
-    def key(self, device: Device) -> str:
-        """What its measurements are kept under."""
-        return f"{self.network.name} on {device.name}, {self.database or UNTUNED}"
-
-
-def measure(case: Case, device: Device, realtime: bool) -> dict[str, Any]:
-    """What was measured of the variants of a network."""
-    fused, database = case.fused, case.database
-    modules = {UNTUNED: fused.module}
-    if database is not None:
-        target = import_tvm().target.Target(dict(device.target))
-        modules[TUNED], _ = apply_database(fused.module, json_database(database), target)
+def measure(network: Network, fused: FusedNetwork, device: Device, realtime: bool) -> dict[str, Any]:
+    """What was measured of a network."""
     (cores,) = core_groups(usable_cores(), int(device.share), 1)
-    found = measure_network(fused, case.network, device, modules, cores, realtime=realtime)
-    return {
-        "variants": {name: asdict(variant) for name, variant in found.variants.items()},
-        "output_difference": found.output_difference,
-        "cores": list(cores),
-    }
+    found = measure_network(fused, network, device, {UNTUNED: fused.module}, cores, realtime=realtime)
+    return asdict(found.variants[UNTUNED]) | {"cores": list(cores)}
 
 
 def round_that_counts(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -108,61 +81,56 @@ def layer_error(calls: Sequence[Mapping[str, Any]], layers: Sequence[LayerLatenc
     return error_s / measured_s if measured_s else None
 
 
-def rows_of(case: Case, predictor: Predictor, device: Device, rounds: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Measured against predicted, a row a variant."""
-    network = case.network
-    source = graph_of_fused(case.fused, network.name)
+def row_of(
+    network: Network, fused: FusedNetwork, predictor: Predictor, device: Device, rounds: Sequence[Mapping[str, Any]]
+) -> Row:
+    """Measured against predicted."""
     seen = {known.split("@")[0] for known in predictor.training.get("networks", ())}
-    rows = []
-    for variant in rounds[0]["variants"]:
-        measurements = [found["variants"][variant] for found in rounds]
-        counts = round_that_counts(measurements)
-        measured_s = counts["latency_s"]
-        plain_s = min(found["plain_s"] for found in measurements)
-        labels_s = [found["latency_s"] for found in measurements]
-        schedule = UNTUNED if variant == UNTUNED or case.database is None else case.database
-        latency = predict_latency(source, device, predictor, schedule=schedule)
-        ends = latency.low_s, latency.high_s
-        inside = None if None in ends else ends[0] <= measured_s <= ends[1]
-        rows.append(
-            {
-                "network": network.name,
-                "schedule": variant,
-                "seen": network.name.split("@")[0] in seen,
-                "kernels": latency.launches,
-                "measured_s": measured_s,
-                **{k: counts[k] for k in ("method", "disturbed", "quiet_runs", "runs", "calls_s", "noise")},
-                "plain_s": plain_s,
-                "spread": max(labels_s) / min(labels_s) - 1,
-                "rounds": len(rounds),
-                "predicted_s": latency.latency_s,
-                "low_s": latency.low_s,
-                "high_s": latency.high_s,
-                "inside": inside,
-                "ape": abs(latency.latency_s / measured_s - 1),
-                "plain_ape": abs(latency.latency_s / plain_s - 1),
-                "layer_ape": layer_error(counts["calls"], latency.layers),
-            }
-        )
-    return rows
+    counts = round_that_counts(rounds)
+    measured_s = counts["latency_s"]
+    plain_s = min(found["plain_s"] for found in rounds)
+    labels_s = [found["latency_s"] for found in rounds]
+    latency = predict_latency(graph_of_fused(fused, network.name), device, predictor)
+    ends = latency.low_s, latency.high_s
+    return {
+        "network": network.name,
+        "seen": network.name.split("@")[0] in seen,
+        "kernels": latency.launches,
+        "measured_s": measured_s,
+        **{k: counts[k] for k in ("method", "disturbed", "quiet_runs", "runs", "calls_s", "noise")},
+        "plain_s": plain_s,
+        "spread": max(labels_s) / min(labels_s) - 1,
+        "rounds": len(rounds),
+        "predicted_s": latency.latency_s,
+        "low_s": latency.low_s,
+        "high_s": latency.high_s,
+        "inside": None if None in ends else ends[0] <= measured_s <= ends[1],
+        "ape": abs(latency.latency_s / measured_s - 1),
+        "plain_ape": abs(latency.latency_s / plain_s - 1),
+        "layer_ape": layer_error(counts["calls"], latency.layers),
+    }
 
 
 def figures(rows: Sequence[Row]) -> list[Figure]:
-    """Median errors by schedule, of all networks and of those that the predictor has not seen; then every network."""
+    """Median errors of all networks and of those that the predictor has not seen; then every network."""
     found = []
-    for schedule in dict.fromkeys(row["schedule"] for row in rows):
-        own = [row for row in rows if row["schedule"] == schedule]
-        for what, part in (("", own), (", never seen", [row for row in own if not row["seen"]])):
-            if part:
-                values = {
-                    "median_ape": statistics.median(row["ape"] for row in part),
-                    "against all runs": statistics.median(row["plain_ape"] for row in part),
-                    "inside the interval": sum(bool(row["inside"]) for row in part),
-                }
-                errors = [row["ape"] for row in part]
-                ends = {"median_ape": bootstrap(errors, [row["network"] for row in part], median=True)}
-                name = f"median of the networks{what}, {schedule}"
-                found.append(figure(name, values, len(part), interval=ends if len(part) > 4 else {}))
+    for what, part in (("", rows), (", never seen", [row for row in rows if not row["seen"]])):
+        if part:
+            values = {
+                "median_ape": statistics.median(row["ape"] for row in part),
+                "against all runs": statistics.median(row["plain_ape"] for row in part),
+                "inside the interval": sum(bool(row["inside"]) for row in part),
+            }
+            errors = [row["ape"] for row in part]
+            ends = {"median_ape": bootstrap(errors, [row["network"] for row in part], median=True)}
+            found.append(
+                figure(
+                    f"median of the networks{what}, {UNTUNED}",
+                    values,
+                    len(part),
+                    interval=ends if len(part) > 4 else {},
+                )
+            )
     for row in rows:
         values = {
             "median_ape": row["ape"],
@@ -171,18 +139,7 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
             "predicted ms": 1e3 * row["predicted_s"],
             "rounds differ by": row["spread"],
         }
-        found.append(figure(f"{row['network']}, {row['schedule']}", values, row["rounds"]))
-    return found
-
-
-def databases(texts: list[str]) -> dict[str, Path]:
-    """``NETWORK=DIR`` -> network and folder; SystemExit for anything else."""
-    found = {}
-    for text in texts:
-        name, _, folder = text.partition("=")
-        if not (Path(folder) / "database_tuning_record.json").is_file():
-            sys.exit(f"--database {text}: expected NETWORK=DIR with a folder that cdmpp tune wrote")
-        found[name] = Path(folder)
+        found.append(figure(f"{row['network']}, {UNTUNED}", values, row["rounds"]))
     return found
 
 
@@ -191,21 +148,19 @@ def main() -> None:
 
     logging.basicConfig(level=logging.WARNING)
     device = device_of_this_machine(args.device)
-    tuned = databases(args.database)
     predictor = load_predictor(args.predictor)
     # what was measured does not depend on the weights
     measured = Results(args.out / "measured.json", provenance(__file__))
-    networks = {name: load_network(name) for name in args.networks}
-    cases = [Case(network, import_network(network), tuned.get(name)) for name, network in networks.items()]
+    cases = [(network, import_network(network)) for network in map(load_network, args.networks)]
     for turn in range(args.rounds):
-        for case in cases:
-            run = partial(measure, case, device, not args.no_realtime)
-            measured.once(run, case=case.key(device), round=turn)
-    rows: list[Row] = []
-    for case in cases:
-        rounds = [row for row in measured.rows if row["case"] == case.key(device)]
-        rows += rows_of(case, predictor, device, rounds)
-    made = provenance(__file__, tuned.values(), args.predictor)
+        for network, fused in cases:
+            run = partial(measure, network, fused, device, not args.no_realtime)
+            measured.once(run, network=network.name, device=device.name, round=turn)
+    rows = []
+    for network, fused in cases:
+        rounds = [row for row in measured.rows if (row["network"], row["device"]) == (network.name, device.name)]
+        rows.append(row_of(network, fused, predictor, device, rounds))
+    made = provenance(__file__, (), args.predictor)
     report(args.json, made, figures(rows), rows=rows, device=device.name, realtime=not args.no_realtime)
 
 

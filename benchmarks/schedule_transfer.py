@@ -30,17 +30,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
 from cross_device import imported, show_progress, trained_once
 from numpy.typing import NDArray
 from sampled import sample_evenly
 from scipy.stats import spearmanr
-from search_cost import measurements_by_chance, measurements_in_order, nearly_best, order_of_others, regret_in_order
 
 from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.dataset.importers import import_benchmark_hub
 from cdmpp.dataset.split import ordered
 from cdmpp.device import device_features, get_device
+from cdmpp.errors import PredictorError
 from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.data import collect_asts, subset
 from cdmpp.program.ast import CompactAST
@@ -51,6 +52,56 @@ METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "rand
 
 #: Program hash -> seconds, infinite for a failure.
 Latencies = Mapping[str, float]
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+#: Within this of the best counts as found.
+WITHIN = 0.05
+
+
+def nearly_best(latency_s: FloatArray, within: float = WITHIN) -> NDArray[np.bool_]:
+    """Which candidates are at most `within` slower than the best, (n,); latencies are (n,), infinite for a failure."""
+    if not np.isfinite(latency_s).any():
+        raise PredictorError("no candidate has a latency: there is nothing to search for")
+    return np.asarray(latency_s <= (1 + within) * np.min(latency_s), dtype=bool)
+
+
+def measurements_in_order(latency_s: FloatArray, order: IntArray, within: float = WITHIN) -> int:
+    """Measurements until one is nearly the best, taking the candidates (n,) in an order (n,) of all of them."""
+    return int(np.argmax(nearly_best(latency_s, within)[order])) + 1
+
+
+def regret_in_order(latency_s: FloatArray, order: IntArray) -> float:
+    """How much slower the first candidate of an order is than the best, of those that work: 0.1 is 10 %."""
+    ranked = latency_s[order]
+    return float(ranked[np.isfinite(ranked)][0] / np.min(latency_s) - 1)
+
+
+def measurements_by_chance(latency_s: FloatArray, within: float = WITHIN) -> tuple[float, int]:
+    """Expected and median number of measurements of candidates drawn blindly, none twice.
+
+    With `good` of `n` candidates nearly the best, the first of them is expected at ``(n + 1) / (good + 1)``; the median is the
+    least number of draws that hit one with a probability of one half (hypergeometric)."""
+    good, n = int(nearly_best(latency_s, within).sum()), len(latency_s)
+    miss, draws = 1.0, 0
+    while miss > 0.5:
+        miss *= (n - good - draws) / (n - draws)
+        draws += 1
+    return (n + 1) / (good + 1), draws
+
+
+def order_of_others(others_s: Sequence[FloatArray], seed: int = 0) -> IntArray:
+    """Candidates in the order in which other devices measured them, the fastest first, (n,).
+
+    Latencies are (n,) each: infinite for a failure, NaN where it was not measured. Of several devices the mean over those that
+    measured a candidate of the log of its slowdown against the device's best counts; failures anywhere come after all that
+    never failed, in an order drawn by the seed, with what nobody measured."""
+    slowdowns = []
+    for latency_s in others_s:
+        works = np.isfinite(latency_s)
+        slowdowns.append(latency_s / (np.min(latency_s[works]) if works.any() else 1.0))
+    mean = pd.DataFrame(np.log(slowdowns)).mean().fillna(math.inf).to_numpy()
+    chance = np.random.default_rng(seed).permutation(len(mean))
+    return np.lexsort((chance, mean))
 
 
 def latencies(view: DatasetView, candidates: int | None, seed: int) -> dict[str, dict[str, Latencies]]:
@@ -79,9 +130,7 @@ def trained_without(args: argparse.Namespace, config: Config, data: TrainingData
     return trained_once(config, others, [gpu, args.records, args.seed], args.work)
 
 
-def measurements_online(
-    model: OnlineModel, programs: Encoded, latency_s: NDArray[np.float64], batch: int, most: int
-) -> int:
+def measurements_online(model: OnlineModel, programs: Encoded, latency_s: FloatArray, batch: int, most: int) -> int:
     """Measurements until one is nearly the best; the order is corrected after every batch until there are `most`."""
     good, left, done = nearly_best(latency_s), np.arange(len(programs)), 0
     while True:
@@ -148,7 +197,7 @@ def evaluate_case(
     }
 
 
-def spearman(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:
+def spearman(a: FloatArray, b: FloatArray) -> float | None:
     """Rank correlation; None of fewer than three."""
     return float(spearmanr(a, b).statistic) if len(a) > 2 else None
 

@@ -267,7 +267,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     waves_of_blocks, scores = _attention(size, cores, packed=device.mcpu not in _NEWEST)
     flops = 4 * waves_of_blocks * scores * np.ceil(size["head_dim"] / 32) * 32
     compute = np.where(attends, flops * cores / peak, compute)
-    again, rows_at_once = _again(op, size, todo["read"], device)
+    again, rows_at_once = _again(op, size, todo["read"], table["dtype"].map(ELEMENT_BYTES).to_numpy(np.float64), device)
     far = rows_at_once * cores > cache
     special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
     decodes = (op == "attention") & ~attends & (device.kind == "gpu")
@@ -402,10 +402,10 @@ def _conv_speedup(table: pd.DataFrame, size: dict[str, FloatArray], device: Devi
 
 
 def _again(
-    op: NDArray[np.str_], size: dict[str, FloatArray], read: FloatArray, device: Device
+    op: NDArray[np.str_], size: dict[str, FloatArray], read: FloatArray, element: FloatArray, device: Device
 ) -> tuple[FloatArray, FloatArray]:
-    """Bytes that PyTorch's layer norm and softmax on a GPU read again, as a row has no room in a core's own cache, and those of
-    the rows that a core works at.
+    """Bytes that are read again, as a core has no room for them, and bytes that each core works at: weights at every step of a
+    recurrent network; rows of PyTorch's layer norm and softmax on a GPU.
 
     A block goes over its row once for each of what it adds up, and once more to write; a warp holds a short row of softmax in
     registers. As many blocks as there are threads for share a core, of softmax with a thread for four elements."""
@@ -414,7 +414,12 @@ def _again(
     threads = np.where(softmax, np.clip(size["n"] / 4, 32, 1024), _NORM_THREADS)
     rows = read / np.maximum(size["m"], 1) * (device.max_threads_per_core or 2048) / threads
     room = _ROWS_KEPT * 1024 * (device.shared_kb or 64)
-    return passes * read * ((rows > room) & (device.kind == "gpu")), rows
+    again, at_once = passes * read * ((rows > room) & (device.kind == "gpu")), rows
+    for name, gates in GATES.items():
+        weights = gates * size["n"] * (size["n"] + size["k"]) * element
+        again = np.where(op == name, np.maximum(size["tokens"] - 1, 0) * weights, again)
+        at_once = np.where(op == name, weights / max(1.0, device.cores_used or device.cores or 1.0), at_once)
+    return again, at_once
 
 
 def _energy(dtype: pd.Series[str], device: Device, peak: FloatArray) -> FloatArray:

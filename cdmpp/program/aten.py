@@ -1,7 +1,7 @@
 """A network as PyTorch runs it eagerly: one row for each ATen operator of its ``torch.export`` graph.
 
 Rows have the columns of :mod:`cdmpp.program.operators`, so that a model of library operators can price them. Convolutions of
-one and three dimensions are folded into two, a transposed one is the backward pass of a convolution, and a cell of a recurrent
+one and three dimensions are folded into two, a transposed one is the backward pass of a convolution, and a step of a recurrent
 network is one product. Views cost a call and no more. What has no rule counts as element-wise, by its bytes, and is marked.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from cdmpp.files import shipped_table
-from cdmpp.program.operators import attention, operator_table
+from cdmpp.program.operators import GATES, attention, operator_table
 
 #: Bytes that copies of weights may take.
 _MOST_BYTES = 1 << 30
@@ -234,13 +234,18 @@ def _cell(op: str) -> Callable[[Any], dict[str, Any]]:
     return rule
 
 
-def _recurrent(node: Any) -> dict[str, Any]:
-    """All steps, layers and directions of ``nn.LSTM`` and ``nn.GRU`` as one product, of as many operations."""
-    x = _value(node.args[0]).shape
-    weights = [_value(arg).shape for arg in node.args[2] if len(_value(arg).shape) == 2]
-    gates = weights[0][0]  # of an LSTM four times the hidden state
-    runs = len(weights) / 2  # layers and directions: each has weights of the input and of the state
-    return {"op": "gemm", "m": math.prod(x[:-1]) * runs, "n": gates, "k": sum(w[1] for w in weights) / runs}
+def _recurrent(op: str) -> Callable[[Any], dict[str, Any]]:
+    """All steps, layers and directions of ``nn.LSTM`` or ``nn.GRU`` as steps of one mean cell."""
+
+    def rule(node: Any) -> dict[str, Any]:
+        x = _value(node.args[0]).shape
+        weights = [_value(arg).shape for arg in node.args[2] if len(_value(arg).shape) == 2]
+        runs = len(weights) // 2  # layers and directions: each has weights of the input and of the state
+        batch = 1 if len(x) == 2 else x[0 if len(node.args) > 8 and node.args[8] else 1]
+        n, steps = weights[0][0] / GATES[op], math.prod(x[:-1]) // batch
+        return {"op": op, "m": batch, "n": n, "k": sum(w[1] for w in weights) / runs - n, "tokens": steps * runs}
+
+    return rule
 
 
 _last = _rows("softmax", lambda node: _value(node.args[0]).shape[node.args[1]])
@@ -259,6 +264,6 @@ _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
     **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
     "lstm_cell": _cell("lstm"),
     "gru_cell": _cell("gru"),
-    "lstm": _recurrent,
-    "gru": _recurrent,
+    "lstm": _recurrent("lstm"),
+    "gru": _recurrent("gru"),
 }

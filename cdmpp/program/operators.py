@@ -228,7 +228,7 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
             op == name,
             matrix=2 * m * cell * size["tokens"],
             special=gates * m * n * size["tokens"],
-            read=(cell + m * (n + k)) * element * size["tokens"],
+            read=(cell + m * (n + k) * size["tokens"]) * element,
             written=m * n * element * size["tokens"],
         )
     for name, instructions in _VECTOR.items():

@@ -19,7 +19,7 @@ from cdmpp.predictor.metrics import evaluate_predictions
 BENCHMARKS = sorted(
     path.stem
     for path in (common.REPOSITORY / "benchmarks").glob("*.py")
-    if path.stem not in ("common", "core_table", "results", "sampled", "search_cost", "traces")  # not benchmarks
+    if path.stem not in ("common", "core_table", "results", "sampled", "traces")  # not benchmarks
 )
 
 

@@ -38,7 +38,7 @@ def test_errors_of_layers_do_not_cancel() -> None:
 def test_medians_over_networks() -> None:
     def row(name: str, ape: float, seen: bool) -> dict[str, Any]:
         return {
-            "network": name, "schedule": "untuned", "seen": seen, "ape": ape, "plain_ape": 2 * ape, "inside": ape < 0.2,
+            "network": name, "seen": seen, "ape": ape, "plain_ape": 2 * ape, "inside": ape < 0.2,
             "measured_s": 1.0, "predicted_s": 1 + ape, "spread": 0.01, "rounds": 2,
         }  # fmt: skip
 

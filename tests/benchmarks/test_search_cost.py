@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.search_cost import (
+from benchmarks.schedule_transfer import (
     measurements_by_chance,
     measurements_in_order,
     nearly_best,

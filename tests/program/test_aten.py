@@ -44,7 +44,7 @@ CASES: list[tuple[Any, list[tuple[int, ...]], Any, dict[str, float]]] = [
     (nn.ConvTranspose2d(6, 4, 4, 2, 1), [(1, 6, 8, 8)], None, {"op": "conv", "in_channels": 4, "out_channels": 6, "height": 16,
      "out_h": 8, "stride": 4, "backward": 1}),
     (nn.LSTM(10, 20, 2, bidirectional=True, batch_first=True), [(3, 7, 10)], lambda self, x: self.inner(x)[0],
-     {"op": "gemm", "m": 84, "n": 80, "k": (2 * 10 + 2 * 40 + 4 * 20) / 4}),
+     {"op": "lstm", "m": 3, "n": 20, "k": (2 * 10 + 2 * 40) / 4, "tokens": 28}),
     (nn.GroupNorm(2, 8), [(2, 8, 5, 5)], None, {"op": "layernorm", "m": 4, "n": 100}),
     (None, [(2, 3, 4)], lambda _, x: x.softmax(1), {"op": "softmax", "m": 8, "n": 3}),
     (None, [(2, 3, 4)], lambda _, x: x.mean(-1), {"op": "reduce", "m": 6, "n": 4}),

@@ -2,7 +2,8 @@
 
 A predictor learns of a task from tasks like it. Networks at more sizes bring more of what they have already; here are pools,
 norms, gates, attention, dilated, grouped and transposed convolutions, reductions and moves of data, of odd and prime extents
-and batches of 1 to 64. A draw is its number: the same one gives the same operators everywhere.
+and batches of 1 to 64. A draw is its number: the same one gives the same operators everywhere. Numbers from 1,001 on draw
+recurrent layers, batched products and fused attention, which came later.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch.nn import functional as F
 
 from cdmpp.program.zoo import TensorSpec
 
-#: Operators of a draw.
-_OPERATORS = 50
+#: Operators of a draw, and the first number that draws :meth:`_Draw.of_sequences`.
+_OPERATORS, _OF_SEQUENCES = 50, 1001
 #: Most elements of a tensor, and most multiply-adds of an operator: some tens of milliseconds on a core.
 _MOST_ELEMENTS, _MOST_WORK = 1 << 21, 3e8
 
@@ -46,7 +47,7 @@ class Operators(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         draw = _Draw(np.random.default_rng([20261123, number]))
-        drawn = [draw.operator() for _ in range(_OPERATORS)]
+        drawn = [draw.of_sequences() if number >= _OF_SEQUENCES else draw.operator() for _ in range(_OPERATORS)]
         self.operators = nn.ModuleList(module for module, _ in drawn)
         self.shapes = [shapes for _, shapes in drawn]
 
@@ -94,6 +95,12 @@ class _Draw:
             module, shapes = self.one_of(kinds)()
             if all(np.prod(shape) <= _MOST_ELEMENTS for shape in shapes):
                 return module, shapes
+
+    def of_sequences(self) -> _Operator:
+        """Of recurrent layers and their cells, batched products and attention in one call."""
+        kinds = (self.recurrent, self.recurrent, self.cell, self.batched, self.fused_attention)
+        operator: _Operator = self.one_of(kinds)()
+        return operator
 
     def one_of(self, choices: Sequence[Any]) -> Any:
         """Each as likely as the others."""
@@ -209,6 +216,43 @@ class _Draw:
         if kind == 0:
             return _Call(score), [x, y, (1, 1, queries, keys)]
         return (_Call(torch.matmul), [scores, y]) if kind == 1 else (_Call(whole), [x, y, y])
+
+    def recurrent(self) -> _Operator:
+        """Layers of an LSTM or GRU over a sequence, in one direction or both."""
+        while True:
+            batch, length = self.batch(), self.between(4, 128)
+            width, hidden = self.between(16, 768), self.between(16, 768)
+            layers, directions = self.one_of((1, 1, 2)), self.one_of((1, 2))
+            steps, weights = length * layers * directions, 4 * hidden * (max(width, directions * hidden) + hidden)
+            if batch * steps * weights <= _MOST_WORK:
+                break
+        layer = self.one_of((nn.LSTM, nn.GRU))(width, hidden, layers, batch_first=True, bidirectional=directions == 2)
+        return _Call(lambda outputs: outputs[0], layer), [(batch, length, width)]
+
+    def cell(self) -> _Operator:
+        """A step of an LSTM or GRU."""
+        batch, width, hidden = self.batch(), self.between(16, 1024), self.between(16, 1024)
+        if self.rng.random() < 0.5:
+            return nn.GRUCell(width, hidden), [(batch, width)]
+        return _Call(lambda states: states[0], nn.LSTMCell(width, hidden)), [(batch, width)]
+
+    def batched(self) -> _Operator:
+        """Products of pairs of matrices."""
+        while True:
+            batch, m, n, k = self.batch(), self.between(1, 768), self.between(4, 768), self.between(4, 768)
+            if batch * m * n * k <= _MOST_WORK:
+                return _Call(torch.bmm), [(batch, m, k), (batch, k, n)]
+
+    def fused_attention(self) -> _Operator:
+        """Attention in one call, causal or not."""
+        while True:
+            batch, heads, queries = self.batch(), self.between(1, 16), self.between(1, 512)
+            depth, causal = self.one_of((16, 24, 32, 64, 80, 128)), bool(self.rng.random() < 0.5)
+            keys = queries if causal or self.rng.random() < 0.6 else self.between(8, 512)
+            if batch * heads * queries * keys * depth <= _MOST_WORK:
+                break
+        q, k = (batch, heads, queries, depth), (batch, heads, keys, depth)
+        return _Call(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)), [q, k, k]
 
     def pool(self) -> _Operator:
         """Maximum or mean over windows."""
