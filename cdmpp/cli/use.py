@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from cdmpp.endtoend import Comparison
 
 
+_COMPILE = "compile (not run) the N best programs of a task, or the program, and predict from their instructions"
+
+
 def _add_predict(sub: Parser) -> None:
     sub.add_argument("target", metavar="PROGRAM.json|NETWORK", help=f"TIR as JSON; or a network: {NETWORK}")
     add(sub, "device", required=True)
     add(sub, "predictor", default="default")
     add(sub, "programs_per_task", default=64)
-    compile_best = (
-        "compile (not run) the N best programs of a task, or the program, and predict from their instructions"
-    )
-    add(sub, "compile", type=int, default=0, metavar="N", help=compile_best)
+    add(sub, "compile", type=int, default=0, metavar="N", help=_COMPILE)
     measured = "what PROGRAM.json took on another device, such as rtx-3060=1.3ms; may be repeated"
     add(sub, "measured", action="append", default=[], metavar="D=LATENCY", help=measured)
     add(sub, "seed", default=0)
@@ -120,6 +120,7 @@ def _add_latency(sub: Parser) -> None:
     schedule = "a task's program: as it is (default), the best predicted of some, or of this MetaSchedule database"
     add(sub, "schedule", default="untuned", metavar="untuned|best|DIR", help=schedule)
     add(sub, "programs_per_task", default=64, help="of --schedule best")
+    add(sub, "compile", type=int, default=4, metavar="N", help=f"for TVM on an x86 CPU {_COMPILE}")
     add(sub, "seed", default=0)
     add(sub, "streams", default=1, metavar="N", help="kernels at the same time on a GPU, at most")
     shares = "of one device: predict its shares, and name the smallest that is as fast as all of it within 5 %%"
@@ -179,6 +180,7 @@ def _latency_on(args: Namespace, devices: Sequence[str], console: Console, error
             streams=args.streams,
             launch_overhead_us=args.launch_us,
             programs_per_task=args.programs_per_task,
+            compile_best=args.compile,
             seed=args.seed,
         )
     if len(comparison.reports) == 1:

@@ -71,6 +71,7 @@ def predict_latency(
     price_per_hour: float | None = None,
     coverage: float = COVERAGE,
     programs_per_task: int = 64,
+    compile_best: int = 4,
     seed: int = 0,
     data: str | Path | None = None,
 ) -> LatencyReport:
@@ -82,7 +83,9 @@ def predict_latency(
     its folder. ``predictor`` is one, its folder, or ``"default"``. ``runtime`` is what runs it: ``"torch"``, eagerly
     (:mod:`cdmpp.endtoend.eager`; on a GPU the kernels of its libraries), or ``"tvm"``; None is TVM where the tasks or a
     schedule are given, else PyTorch. ``schedule`` is what a task's program is: ``"untuned"`` (as it is), ``"best"`` (the best
-    predicted of ``programs_per_task`` random programs of its design space), or the folder of a MetaSchedule JSON database.
+    predicted of ``programs_per_task`` random programs of its design space), or the folder of a MetaSchedule JSON database. For
+    an x86 CPU the ``compile_best`` best predicted programs of each task are compiled (not run) and predicted again from their
+    instructions, which is far more accurate; with 0 ASTs are all that is looked at.
 
     ``streams`` are kernels that may run at the same time, where the graph allows (GPU); with one they run in the order of the
     graph. ``launch_overhead_us`` are microseconds between two launches; None is of a GPU what its specification says, 0 where
@@ -102,9 +105,11 @@ def predict_latency(
     predictor = load_predictor(predictor)
     source = network_tasks(network, data)
     programs, notes = candidates(source, schedule, resolved, programs_per_task, seed)
-    tasks = predict_tasks(predictor, source, programs, resolved)
+    if source.library or not predictor.reads_code_of(resolved):
+        compile_best = 0
+    tasks, evidence = predict_tasks(predictor, source, programs, resolved, compile_best)
     difficulty = np.array([task.difficulty for task in tasks.values()])
-    factors = _error_factors(predictor.calibration, resolved.name, coverage, difficulty, seed)
+    factors = _error_factors(predictor.calibration_of(evidence), resolved.name, coverage, difficulty, seed)
     cases = {task: tasks[task].latency_s * own for task, own in zip(tasks, factors, strict=True)}
     launch_us, launch_note = _launch(resolved, launch_overhead_us)
     play = partial(replay, source.graph, launch_s=1e-6 * launch_us, asynchronous=resolved.kind != "cpu")
@@ -141,7 +146,7 @@ def predict_latency(
         price_per_hour=price_per_hour,
         cost_per_million=None if price_per_hour is None else 1e6 * latency_s / 3600 * price_per_hour,
         measured_s=source.graph.measured_s.get(resolved.name),
-        assumptions=_assumptions(factor_of is not None, streams, resolved.kind != "cpu"),
+        assumptions=_assumptions(factor_of is not None, streams, resolved.kind != "cpu", compile_best > 0),
         notes=tuple(note for note in said if note),
     )
 
@@ -294,13 +299,14 @@ def _layers(
     return tuple(layers)
 
 
-def _assumptions(intervals: bool, streams: int, asynchronous: bool) -> tuple[str, ...]:
+def _assumptions(intervals: bool, streams: int, asynchronous: bool, compiled: bool) -> tuple[str, ...]:
     alone = "a task takes in the network what it takes alone, with warm caches"
     order = f"kernels run one after the other{', launched while others run' if asynchronous else ''}"
     if streams > 1:
         together = f"up to {streams} kernels run at the same time without slowing each other down"
         order = f"{together}: the least that concurrency can give"
-    return (alone, order, *((INTERVAL, INDEPENDENT) if intervals else ()))
+    code = ("programs are compiled as LLVM compiles them here",) if compiled else ()
+    return (alone, order, *code, *((INTERVAL, INDEPENDENT) if intervals else ()))
 
 
 def _notes(nodes: Sequence[GraphNode], tasks: Collection[TaskLatency]) -> Iterator[str]:

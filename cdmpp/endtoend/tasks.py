@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
 
 from cdmpp.device import Device
 from cdmpp.endtoend.graph import NetworkTasks
 from cdmpp.errors import PredictorError, ProgramError, TunerError
 from cdmpp.predictor import Predictor
-from cdmpp.predictor.evidence import NO_EVIDENCE
+from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence
 from cdmpp.predictor.predictor import COVERAGE, Pairs, prediction_note, seconds_interval
 from cdmpp.profiler.core_rates import with_known_clock
 from cdmpp.program.ast import CompactAST, compact_asts
@@ -33,7 +35,9 @@ BEST = "best"
 class Candidates(NamedTuple):
     """Programs of one task, one at least, of which the one predicted fastest runs."""
 
-    asts: tuple[CompactAST, ...]
+    #: PrimFuncs.
+    funcs: Sequence[Any]
+    asts: Sequence[CompactAST]
     #: ``untuned``, ``library``, ``random`` (points of the design space) or ``database``.
     origin: str
 
@@ -51,30 +55,51 @@ class TaskLatency(NamedTuple):
 
 
 def predict_tasks(
-    predictor: Predictor, source: NetworkTasks, programs: Mapping[str, Candidates], device: Device
-) -> dict[str, TaskLatency]:
-    """Each task's program, of several candidates the fastest; PredictorError where a prediction is no latency."""
+    predictor: Predictor,
+    source: NetworkTasks,
+    programs: Mapping[str, Candidates],
+    device: Device,
+    compile_best: int = 0,
+) -> tuple[dict[str, TaskLatency], Evidence]:
+    """Each task's program, of several candidates the fastest, and what was known of them besides their ASTs: with
+    `compile_best` so many of the best predicted candidates of each task are compiled (not run) and predicted again from their
+    instructions. PredictorError where a prediction is no latency."""
+    owners = np.repeat(list(programs), [len(item.asts) for item in programs.values()])
     asts = [ast for item in programs.values() for ast in item.asts]
-    seconds = np.asarray(predictor.predict(asts, device), dtype=np.float64)
-    flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, device)
-    found: dict[str, TaskLatency] = {}
-    chosen: list[CompactAST] = []
-    first = 0
-    for task, item in programs.items():
-        own = seconds[first : first + len(item.asts)]
-        wrong = own[~(np.isfinite(own) & (own > 0))]
-        if len(wrong):
+
+    def check(seconds: NDArray[np.float64]) -> None:
+        wrong = ~(np.isfinite(seconds) & (seconds > 0))
+        if wrong.any():
+            at = int(np.argmax(wrong))
             raise PredictorError(
-                f"the predictor says {wrong[0]} s for task {source.tasks[task].name} ({task}) of "
+                f"the predictor says {seconds[at]} s for task {source.tasks[owners[at]].name} ({owners[at]}) of "
                 f"{source.graph.name} on {device.name}: no latency can be made of it"
             )
-        best = int(own.argmin())
-        far = None if flags is None else bool(flags[first + best])
-        found[task] = TaskLatency(float(own[best]), far, item.origin)
-        chosen.append(asts[first + best])
-        first += len(item.asts)
-    difficulty = predictor.difficulty(Pairs.of(chosen, device))
-    return {task: found[task]._replace(difficulty=float(d)) for task, d in zip(found, difficulty, strict=True)}
+
+    _check_number(compile_best)
+    seconds, evidence = np.asarray(predictor.predict(asts, device), dtype=np.float64), NO_EVIDENCE
+    check(seconds)
+    if compile_best:
+        rank = pd.Series(seconds).groupby(owners, sort=False).rank(method="first")
+        kept = np.flatnonzero(rank <= compile_best)
+        funcs = [func for item in programs.values() for func in item.funcs]
+        owners, asts = owners[kept], [asts[i] for i in kept]
+        evidence = predictor.evidence([funcs[i] for i in kept], device, compiled=True)
+        seconds = predictor.predict_asts(asts, device, evidence)
+        check(seconds)
+    best = pd.Series(seconds).groupby(owners, sort=False).idxmin().loc[list(programs)].tolist()
+    chosen, evidence = [asts[i] for i in best], evidence.take(best)
+    flags = [None] * len(best) if predictor.familiarity is None else predictor.unfamiliar(chosen, device).tolist()
+    difficulty = predictor.difficulty(Pairs.of(chosen, device, evidence))
+    return {
+        task: TaskLatency(float(seconds[i]), far, item.origin, float(d))
+        for (task, item), i, far, d in zip(programs.items(), best, flags, difficulty, strict=True)
+    }, evidence
+
+
+def _check_number(compile_best: int) -> None:
+    if compile_best < 0:
+        raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
 
 
 def candidates(
@@ -105,7 +130,7 @@ def candidates(
             notes.append(f"{lacking} of {len(funcs)} tasks are not in {schedule} and are untuned")
     asts = iter(compact_asts([func for programs, _ in funcs.values() for func in programs]))
     return {
-        task: Candidates(tuple(next(asts) for _ in programs), origin) for task, (programs, origin) in funcs.items()
+        task: Candidates(programs, [next(asts) for _ in programs], origin) for task, (programs, origin) in funcs.items()
     }, notes
 
 
@@ -166,8 +191,7 @@ def predict_network(
 
     ``best_low_s`` and ``best_high_s`` are None where the predictor has no intervals; ``unfamiliar`` says how many of the
     programs are far from the training data, None where it cannot tell; ``total_*_s`` are weighted sums over the tasks."""
-    if compile_best < 0:
-        raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
+    _check_number(compile_best)
     resolved = with_known_clock(device)
     loaded = load_network(network) if isinstance(network, str) else network
     rows: list[dict[str, Any]] = []

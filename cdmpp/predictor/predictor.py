@@ -25,6 +25,7 @@ from cdmpp.predictor.roofline import estimate_s, references_s
 from cdmpp.predictor.transforms import COMPILED, Correction, LabelTransform
 from cdmpp.predictor.uncertainty import ALL_DEVICES, Calibration, Familiarity, check_coverage
 from cdmpp.program.ast import CompactAST, compact_asts
+from cdmpp.program.codegen import is_counted
 from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.types import Program, Task
 
@@ -141,6 +142,10 @@ class Predictor:
                 )
             elsewhere.append((source, _checked_seconds(values, len(programs), source.name)))
         return Evidence(elsewhere=elsewhere)
+
+    def reads_code_of(self, device: Device) -> bool:
+        """Whether compiled code helps it on a device: it was trained with instruction counts, and the device's are counted."""
+        return bool(self.encoder.code_dim) and is_counted(device)
 
     def check_takes_code(self) -> None:
         """PredictorError unless the network was trained with instruction counts."""

@@ -45,6 +45,9 @@ class Fixed(Predictor):
         scale = 1e5 / device.peak_gflops["float32"] if self.by_device else 1.0
         return np.full(len(programs), self.seconds * scale)
 
+    def reads_code_of(self, device: Any) -> bool:
+        return False
+
 
 def fixed(seconds: float = 1e-3, calibrated: bool = False, by_device: bool = False) -> Fixed:
     """With `calibrated`, every error of 20 tasks is a factor of 2."""
@@ -125,6 +128,18 @@ def test_a_network_adds_up_on_a_cpu(branches: NetworkTasks) -> None:
     assert report.low_s is None and report.independent_high_s is None
     assert "not calibrated" in report.notes[0]
     json.dumps(report.to_json(), allow_nan=False)
+
+
+def test_programs_for_a_cpu_are_compiled_and_predicted_from_their_instructions(branches: NetworkTasks) -> None:
+    device, predictor = "epyc-zen4-2.6ghz@1", Predictor.default()
+    report = predict_latency(branches, device)
+    seconds = predictor.predict([task.prim_func() for task in branches.tasks.values()], device, compiled=True)
+    weights = [branches.graph.task_weights()[task] for task in branches.tasks]
+    assert report.kernel_s == pytest.approx(np.dot(weights, seconds))
+    from_asts = predict_latency(branches, device, compile_best=0)
+    assert from_asts.latency_s != report.latency_s and len(report.assumptions) > len(from_asts.assumptions)
+    of_best = [predict_latency(branches, device, schedule="best", compile_best=n).latency_s for n in (1, 8)]
+    assert of_best[1] <= of_best[0] < report.latency_s, "the best of more that are compiled is no slower"
 
 
 def test_branches_run_at_the_same_time_on_a_gpu(branches: NetworkTasks) -> None:

@@ -13,6 +13,11 @@ gives, find ``blocks``, ``values`` in registers, ``trips``, ``strides``, ``count
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cdmpp.device import Device
+
 #: Kinds of instructions. z, y, x: registers of 64, 32, 16 bytes; s: one element.
 KINDS: tuple[str, ...] = (
     "fma_z", "fma_y", "fma_x", "fma_s", "fp_z", "fp_y", "fp_x", "fp_s", "div",
@@ -54,3 +59,8 @@ CODEGEN_FEATURES: tuple[str, ...] = (
 #: Of the reading: what columns of one name mean differs between versions. 2: branches that a counter decides, overlap checks;
 #: 3: a model of each core, loops with copies of their exit.
 COUNTING_VERSION = 3
+
+
+def is_counted(device: Device) -> bool:
+    """Whether the instructions of programs compiled for a device can be counted: those of x86 CPUs."""
+    return device.target.get("kind") == "llvm" and device.vendor in ("intel", "amd")

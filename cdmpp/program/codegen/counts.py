@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import CdmppError, ProgramError
-from cdmpp.program.codegen import CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS
+from cdmpp.program.codegen import CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS, is_counted
 from cdmpp.program.codegen.blocks import Address, FlowGraph, Instruction
 from cdmpp.program.codegen.compile import compile_to_shared_object
 from cdmpp.program.codegen.core import Core, core_name, core_of
@@ -82,7 +82,7 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
     ProgramError: the device is no x86 CPU with a target; a program is none that can be compiled. CdmppError: TVM or
     what decodes instructions is not installed.
     """
-    if device.target.get("kind") != "llvm" or device.vendor not in ("intel", "amd"):
+    if not is_counted(device):
         raise ProgramError(
             f"{device.name}: only programs compiled for x86 CPUs are counted; predict without compiled=True"
         )
