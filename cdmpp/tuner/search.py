@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -53,6 +54,8 @@ _PARENTS = 64
 _BLIND, _CROSSED = 0.1, 0.3
 #: Log seconds that what was rejected or failed counts as slower than the slowest.
 _REJECTED = 0.7
+#: Part of a round that is of the spaces that least was proposed of: where predictions of one are too low, all would be of it.
+_ELSEWHERE = 0.125
 #: Programs of each space that TVM draws itself: they show how far its loops reach.
 _SHOWN = 4
 #: Programs kept from round to round, the likeliest: 60 kB each.
@@ -163,6 +166,8 @@ class DecisionSearch:
         self._log_s: dict[str, float] = {}
         self._kept: dict[str, tuple[Genes, Any]] = {}
         self._proposed: set[str] = set()
+        #: Programs proposed of each space.
+        self._of_space: Counter[int] = Counter()
         self._templates: list[Genes] = []
         self._steps = _STEPS
         for candidate in earlier:
@@ -188,13 +193,25 @@ class DecisionSearch:
             self._replay(self._children(_REPLAYED * self._batch))
         self._steps = _LATER
         likeliest = sorted(self._kept, key=self._log_s.__getitem__)
-        chosen = [digest for digest in likeliest if digest not in known and digest not in self._proposed][: self._batch]
+        chosen = self._chosen([digest for digest in likeliest if digest not in known and digest not in self._proposed])
         self._proposed.update(chosen)
         self.counts.proposed += len(chosen)
         found = [self._tuner.candidate(self._kept[digest][1].sch) for digest in chosen]
         for digest in likeliest[_KEPT:]:
             del self._kept[digest]
         return found
+
+    def _chosen(self, likeliest: Sequence[str]) -> list[str]:
+        """A batch: the likeliest, and a few of the spaces that least was proposed of."""
+        few = round(_ELSEWHERE * self._batch) if len(self._spaces) > 1 else 0
+        chosen, rest = list(likeliest[: self._batch - few]), list(likeliest[self._batch - few :])
+        while rest and len(chosen) < self._batch:
+            counts = self._of_space + Counter(self._kept[digest][0][0] for digest in chosen)
+            digest = min(rest, key=lambda d: counts[self._kept[d][0][0]])
+            rest.remove(digest)
+            chosen.append(digest)
+        self._of_space.update(self._kept[digest][0][0] for digest in chosen)
+        return sorted(chosen, key=self._log_s.__getitem__)
 
     def describe(self) -> dict[str, int]:
         """What it did, as JSON values; ``distinct`` are different programs, ``spaces`` those of what is kept."""
