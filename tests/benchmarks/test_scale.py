@@ -1,4 +1,4 @@
-"""The simulation of a cluster: where the answer is known, and what binds it."""
+"""Many machines: a simulated cluster whose answer is known, and a short soak: profiling goes on through what goes wrong."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.scale import Times, simulate
+from benchmarks.soak import FATES, fate, programs_of, soak
 
 
 def constant(build_s: float = 1.0, run_s: float = 0.1, driver_s: float = 0.0, transfer_s: float = 0.0) -> Times:
@@ -34,3 +35,13 @@ def test_a_builder_rests_while_its_core_measures() -> None:
     apart, together = (simulate(constant(run_s=0.3), range(200), 2, 1, cores=n)["labels_per_s"] for n in (None, 2))
     # labels/s L: one core builds 1/s, the other what 0.3 L leave of it
     assert (apart, together) == (pytest.approx(2.0, rel=0.05), pytest.approx(2 / 1.3, rel=0.05))
+
+
+def test_every_program_is_labelled_or_fails_once(tmp_path) -> None:
+    count = 60
+    assert {fate(program.hash) for program in programs_of(count, 0.035, 1)} == set(FATES), "all that can go wrong does"
+    found = soak(count, 0.035, 1, tmp_path, full_s=0.1)
+    assert found["once"] == sum(found["statuses"].values()) == count
+    assert not found["other status than expected"] and not found["damaged rows"]
+    assert len(found["interruptions"]) == 2 and all("full" in text for text in found["interruptions"])
+    assert found["memory grew by MB"] < 64

@@ -42,10 +42,19 @@ def test_candidates_are_new_distinct_and_replay_exactly(tuner: TaskTuner) -> Non
     counts = search.describe()
     assert counts["proposed"] == 18 and counts["replayed"] < counts["judged"]
     assert counts["distinct"] + counts["equal"] + counts["rejected"] >= counts["replayed"] > 0
-    again = DecisionSearch(tuner, by_hash, 6, 0)
-    assert [c.hash for c in again.propose(set())] == [
-        c.hash for c in DecisionSearch(tuner, by_hash, 6, 0).propose(set())
-    ]
+    again = [[c.hash for c in DecisionSearch(tuner, by_hash, 6, 0).propose(set())] for _ in range(2)]
+    assert again[0] == again[1]
+
+
+def test_predictions_that_favour_a_space_do_not_leave_the_others_out(tuner: TaskTuner) -> None:
+    spaces = [space.hash for space in tuner._spaces.spaces]
+
+    def of_first(measures: Sequence[Any]) -> np.ndarray:
+        return np.array([float(spaces.index(tuner.candidate(m.sch).job.program.space_hash)) for m in measures])
+
+    proposed = DecisionSearch(tuner, of_first, 16, 0).propose(set())
+    numbers = [spaces.index(str(c.job.program.space_hash)) for c in proposed]
+    assert len(spaces) > 2 and numbers == [0] * 14 + [1, 2]
 
 
 def test_it_finds_faster_programs_than_as_many_drawn_blindly(tuner: TaskTuner) -> None:
