@@ -229,7 +229,7 @@ def _import_exported(name: str, exported: Any, inputs: Sequence[TensorSpec] = ()
     from tvm.relax.frontend.torch import from_exported_program
 
     with _importing(name):
-        module = from_exported_program(exported)
+        module = from_exported_program(exported, custom_convert_map={"cumsum.default": _cumsum})
     shapes = {item.name: item.shape for item in inputs}
     bound: dict[str, int] = {}
     for param in module["main"].params:
@@ -240,6 +240,14 @@ def _import_exported(name: str, exported: Any, inputs: Sequence[TensorSpec] = ()
             elif not isinstance(extent, tvm.tirx.IntImm):
                 raise NetworkError(f"{name}: input {param.name} has the computed extent {extent}")
     return tvm.relax.transform.BindSymbolicVars(bound, "main")(module) if bound else module
+
+
+def _cumsum(node: Any, importer: Any) -> Any:
+    """A cumulative sum in PyTorch's type: TVM's own conversion adds booleans up as booleans, as in the masks of transformers."""
+    from tvm import relax
+
+    dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+    return importer.block_builder.emit(relax.op.cumsum(importer.env[node.args[0]], int(node.args[1]), dtype))
 
 
 @contextmanager
