@@ -243,7 +243,7 @@ def _import_exported(name: str, exported: Any, inputs: Sequence[TensorSpec] = ()
 
 
 def _cumsum(node: Any, importer: Any) -> Any:
-    """A cumulative sum in PyTorch's type: TVM's own conversion adds booleans up as booleans, as in the masks of transformers."""
+    """A cumulative sum in PyTorch's type: TVM's own conversion adds booleans up as booleans, as in transformers' masks."""
     from tvm import relax
 
     dtype = str(node.meta["val"].dtype).removeprefix("torch.")
