@@ -118,6 +118,14 @@ def test_torch_module_and_its_pt2_are_the_same_tasks(tmp_path: Path) -> None:
         load_network(f"{path}@b4")
 
 
+def test_booleans_add_up_as_numbers() -> None:
+    class Sum(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return (x > 0).cumsum(1)
+
+    assert "int64" in str(Network.from_torch(Sum(), [torch.zeros(1, 4)], "sum").to_relax()["main"].ret_ty)
+
+
 def test_onnx(tmp_path: Path) -> None:
     network = load_network(save_onnx(tmp_path / "tiny.onnx", (3, 16)))
     assert network.name == "tiny.onnx" and network.inputs[0].shape == (3, 16)
