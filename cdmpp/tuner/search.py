@@ -204,13 +204,14 @@ class DecisionSearch:
     def _chosen(self, likeliest: Sequence[str]) -> list[str]:
         """A batch: the likeliest, and a few of the spaces that least was proposed of."""
         few = round(_ELSEWHERE * self._batch) if len(self._spaces) > 1 else 0
+        space_of = {digest: self._kept[digest][0][0] for digest in likeliest}
         chosen, rest = list(likeliest[: self._batch - few]), list(likeliest[self._batch - few :])
+        self._of_space.update(space_of[digest] for digest in chosen)
         while rest and len(chosen) < self._batch:
-            counts = self._of_space + Counter(self._kept[digest][0][0] for digest in chosen)
-            digest = min(rest, key=lambda d: counts[self._kept[d][0][0]])
+            digest = min(rest, key=lambda other: self._of_space[space_of[other]])
             rest.remove(digest)
             chosen.append(digest)
-        self._of_space.update(self._kept[digest][0][0] for digest in chosen)
+            self._of_space[space_of[digest]] += 1
         return sorted(chosen, key=self._log_s.__getitem__)
 
     def describe(self) -> dict[str, int]:

@@ -138,6 +138,8 @@ def test_programs_for_a_cpu_are_compiled_and_predicted_from_their_instructions(b
     assert report.kernel_s == pytest.approx(np.dot(weights, seconds))
     from_asts = predict_latency(branches, device, compile_best=0)
     assert from_asts.latency_s != report.latency_s and len(report.assumptions) > len(from_asts.assumptions)
+    of_best = [predict_latency(branches, device, schedule="best", compile_best=n).latency_s for n in (1, 8)]
+    assert of_best[1] <= of_best[0] < report.latency_s, "the best of more that are compiled is no slower"
 
 
 def test_branches_run_at_the_same_time_on_a_gpu(branches: NetworkTasks) -> None:

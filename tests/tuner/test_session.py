@@ -132,7 +132,10 @@ def test_interrupted_and_resumed_it_measures_nothing_twice(
     assert walls == sorted(walls), "time goes on where it stopped"
 
 
-def test_a_crash_in_the_middle_of_writing_is_mended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_crash_in_the_middle_of_writing_is_mended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cdmpp.tuner.session.close_programs", lambda *_: [])  # which are measured again on purpose
     out = tmp_path / "t"
     tuned(FakeEngine(), out, 12)
     records, curve = out / RECORD_FILE, out / CURVE_FILE
@@ -143,7 +146,7 @@ def test_a_crash_in_the_middle_of_writing_is_mended(tmp_path: Path, caplog: pyte
         report = tuned(engine, out, 18, resume=True)
     assert "made anew" in caplog.text and "damaged line" in caplog.text
     assert len(json_database(out)) == 18
-    assert report.tasks[0].measured == 18 and len(engine.counts) <= 6 + 1, "one may be as fast as the best"
+    assert report.tasks[0].measured == 18 and max(engine.counts.values()) == 1
 
 
 def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
