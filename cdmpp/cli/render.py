@@ -16,8 +16,8 @@ from cdmpp.files import seconds_text
 
 #: Columns of what is written to a file or a pipe.
 _WIDTH = 100
-#: Characters of a name that a table holds on one line.
-_NAME = 40
+#: Text of so few characters stays on one line where a table is wider than the terminal.
+_WORD = 12
 #: Seconds between two lines of progress where there is no terminal.
 _EVERY_S = 30.0
 
@@ -50,7 +50,7 @@ def show_table(
     for number in shown:
         name = columns[number].removeprefix("?")
         left = name.startswith("<")
-        whole = not left or (number == 0 and all(len(row[0]) <= _NAME for row in cells))
+        whole = not left or all(len(row[number]) <= _WORD for row in cells)
         justify: Literal["left", "right"] = "left" if left else "right"
         table.add_column(name.removeprefix("<"), justify=justify, overflow="fold", no_wrap=whole)
     for number, row in enumerate(cells, 1):

@@ -168,7 +168,13 @@ def _latency_on(args: Namespace, devices: Sequence[str], console: Console, error
     if args.dtype is not None:
         raise CdmppError("--dtype is of language models and lists of operators: networks are float32 here")
     tuned = args.runtime == "tvm-tuned"
-    with errors.status("reading the network, predicting its tasks"):
+    reading = errors.status("reading the network, predicting its tasks")
+
+    def compiled(done: int, total: int) -> None:
+        reading.stop()
+        bar.update(done, total)
+
+    with reading, Bar(errors, "programs compiled") as bar:
         comparison = compare_devices(
             args.network,
             devices,
@@ -182,6 +188,7 @@ def _latency_on(args: Namespace, devices: Sequence[str], console: Console, error
             programs_per_task=args.programs_per_task,
             compile_best=args.compile,
             seed=args.seed,
+            progress=compiled,
         )
     if len(comparison.reports) == 1:
         _show_layers(console, comparison, args.layers)

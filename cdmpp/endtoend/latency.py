@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,7 @@ def predict_latency(
     compile_best: int = 4,
     seed: int = 0,
     data: str | Path | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatencyReport:
     """Predict what a network takes on a device: every task's program is predicted, and the kernels are replayed over the
     network's graph (:mod:`cdmpp.endtoend.replay`).
@@ -90,8 +91,9 @@ def predict_latency(
     ``streams`` are kernels that may run at the same time, where the graph allows (GPU); with one they run in the order of the
     graph. ``launch_overhead_us`` are microseconds between two launches; None is of a GPU what its specification says, 0 where
     it says nothing, of a CPU 0, whose labels hold the call. ``coverage`` is that of the intervals, above 0 and below 1;
-    ``seed`` is of random programs, and of the draws of the independent interval. CdmppError: UnknownDeviceError, NetworkError,
-    DatasetError, TunerError, ProgramError; or PredictorError, for what is no latency too."""
+    ``seed`` is of random programs, and of the draws of the independent interval; ``progress`` is told how many of all programs
+    are compiled. CdmppError: UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for
+    what is no latency too."""
     check_coverage(coverage)
     resolved = with_known_clock(device)
     if runs_eagerly(network, runtime, schedule) and resolved.kind == "cpu":
@@ -107,7 +109,7 @@ def predict_latency(
     programs, notes = candidates(source, schedule, resolved, programs_per_task, seed)
     if source.library or not predictor.reads_code_of(resolved):
         compile_best = 0
-    tasks, evidence = predict_tasks(predictor, source, programs, resolved, compile_best)
+    tasks, evidence = predict_tasks(predictor, source, programs, resolved, compile_best, progress)
     difficulty = np.array([task.difficulty for task in tasks.values()])
     factors = _error_factors(predictor.calibration_of(evidence), resolved.name, coverage, difficulty, seed)
     cases = {task: tasks[task].latency_s * own for task, own in zip(tasks, factors, strict=True)}

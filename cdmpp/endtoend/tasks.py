@@ -60,6 +60,7 @@ def predict_tasks(
     programs: Mapping[str, Candidates],
     device: Device,
     compile_best: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[dict[str, TaskLatency], Evidence]:
     """Each task's program, of several candidates the fastest, and what was known of them besides their ASTs: with
     `compile_best` so many of the best predicted candidates of each task are compiled (not run) and predicted again from their
@@ -84,7 +85,7 @@ def predict_tasks(
         kept = np.flatnonzero(rank <= compile_best)
         funcs = [func for item in programs.values() for func in item.funcs]
         owners, asts = owners[kept], [asts[i] for i in kept]
-        evidence = predictor.evidence([funcs[i] for i in kept], device, compiled=True)
+        evidence = predictor.evidence([funcs[i] for i in kept], device, compiled=True, progress=progress)
         seconds = predictor.predict_asts(asts, device, evidence)
         check(seconds)
     best = pd.Series(seconds).groupby(owners, sort=False).idxmin().loc[list(programs)].tolist()

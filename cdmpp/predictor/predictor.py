@@ -116,14 +116,16 @@ class Predictor:
         *,
         compiled: bool = False,
         measured: Mapping[str, ArrayLike] | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Evidence:
-        """What ``predict(programs, device, compiled=..., measured=...)`` uses besides the ASTs; errors as there."""
+        """What ``predict(programs, device, compiled=..., measured=...)`` uses besides the ASTs; errors as there.
+        ``progress`` is told how many of all programs are compiled."""
         check_one_kind(compiled, measured is not None)
         if compiled:
             from cdmpp.program.codegen.counts import instruction_counts
 
             self.check_takes_code()
-            return Evidence(code=instruction_counts(programs, self.device(device)))
+            return Evidence(code=instruction_counts(programs, self.device(device), progress))
         if measured is None:
             return NO_EVIDENCE
         self.check_scales()

@@ -74,7 +74,9 @@ def compiled_features(func: Any, device: Device, keep: Callable[[Path], None] | 
         return codegen_features(path, core_of(core_name(device)))
 
 
-def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.float32]:
+def instruction_counts(
+    programs: Sequence[Any], device: Device, progress: Callable[[int, int], None] = lambda done, total: None
+) -> NDArray[np.float32]:
     """Counts of PrimFuncs and IRModules compiled for a device's target, float32 (n, len(CODEGEN_FEATURES)).
 
     A program that does not compile gets a row of NaN, and a warning says so.
@@ -95,6 +97,7 @@ def instruction_counts(programs: Sequence[Any], device: Device) -> NDArray[np.fl
     funcs = [prim_func(program) for program in programs]
     rows = np.full((len(programs), len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
     for number, func in enumerate(funcs):
+        progress(number, len(funcs))
         try:
             rows[number] = compiled_features(func, device)
         except (CdmppError, RuntimeError) as err:
