@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Median difference to labels taken alone that a calibrated degree may have, and programs that it is found with.
 _TOLERANCE, CALIBRATION_PROGRAMS = 0.02, 40
+#: Cores that build what one measuring process measures, at least: 5.1 to 8.5 in ``benchmarks/results/doppler.json``.
+_BUILDERS_FED = 4
 
 
 class _Aborted(Exception):
@@ -192,8 +194,9 @@ def make_engine(
 
 
 def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
-    """Programs measured at the same time that leave the labels of a CPU's share as they are."""
-    if len(machine.usable_cores()) // int(device.share) <= 1:
+    """Programs measured at the same time that leave the labels of a CPU's share as they are; one, without a calibration, where
+    the other cores cannot build for more."""
+    if len(machine.usable_cores()) <= device.share + _BUILDERS_FED:
         return 1
     from cdmpp.profiler.calibration import calibrate_cpu
 

@@ -116,8 +116,8 @@ def test_command_line(tmp_path: Path, command: Command) -> None:
         assert said in command.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("cores", "chosen"), [(1, 1), (2, 2)])
-def test_the_degree_is_calibrated_where_more_than_one_share_fits(
+@pytest.mark.parametrize(("cores", "chosen"), [(5, 1), (6, 6)])
+def test_the_degree_is_calibrated_where_enough_cores_build(
     monkeypatch: pytest.MonkeyPatch, cores: int, chosen: int
 ) -> None:
     said: list[str] = []
