@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 #: Median difference to labels taken alone that a calibrated degree may have, and programs that it is found with.
 _TOLERANCE, CALIBRATION_PROGRAMS = 0.02, 40
-#: Cores that build what one measuring process measures, at least: 5.1 to 8.5 in ``benchmarks/results/doppler.json``.
+#: Cores that build what one measuring process measures; 3 to 9 in ``benchmarks/results/doppler.json``.
 _BUILDERS_FED = 4
 
 
