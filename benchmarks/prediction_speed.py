@@ -50,9 +50,8 @@ def draw(networks: Sequence[str], count: int, seed: int, deadline: float = math.
         task = tasks[index]
         try:
             spaces = TaskSpaces(task)
-            by_hash = {space.hash: space for space in spaces.spaces}
             programs = spaces.sample(wanted, seed)
-            found += [BuildJob(p, task, by_hash[str(p.space_hash)]) for p in programs]
+            found += [BuildJob(p, task, spaces.space_of(p)) for p in programs]
         except ProgramError as err:
             print(f"task {task.name} is left out: {err}", file=sys.stderr)
         if time.monotonic() > deadline:

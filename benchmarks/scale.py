@@ -3,32 +3,35 @@
 ``python benchmarks/scale.py --measure 200 --json benchmarks/results/scale.json`` on a quiet machine.
 
 A builder core builds one program after another; an object goes to the machine of the device over its network (one at a time,
-at the bandwidth that is stated); the device measures one at a time; the driver, one process, takes every outcome. Builders
-wait where more than four batches a device are built and not measured. Times to build and to measure are drawn from the records
-of a dataset, failures included; the size of objects is that of the tests' compiled programs, and what the driver takes for an
-outcome is timed here. Not in it: Ray's own share of the cores, nodes of unequal speed, and start-up.
+at the bandwidth that is stated); the device measures one at a time, in batches that are there when it begins; the driver, one
+process, takes every outcome. Builders wait where more than four batches a device are built and not measured. Times to build and
+to measure are drawn from the records of a dataset, failures included; the size of objects is that of the tests' compiled
+programs, and what the driver takes for an outcome is timed here. Not in it: nodes of unequal speed, and start-up.
 
-``--measure N`` profiles N programs here with one builder and with two, and compares the labels a second with those simulated
-for this machine from the times with one builder. With fewer cores than builders and devices a builder rests while its core
-measures.
+``--measure N`` profiles N programs here with one builder and with two, without Ray and on a Ray cluster of this machine, and
+compares the labels a second with those simulated for this machine from the times with one builder and no Ray. With fewer cores
+than builders and devices a builder rests while its core measures.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import itertools
 import math
+import os
 import sys
 import tempfile
 import time
 import zipfile
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import REPOSITORY, arguments, figure, provenance, report, start
+from common import REPOSITORY, Row, arguments, figure, provenance, report, start
 
 from cdmpp.dataset import Dataset, Record
 from cdmpp.dataset.codec import join_meta
@@ -37,21 +40,25 @@ from cdmpp.errors import DatasetError
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
 from cdmpp.profiler.engine import BuildJob, Engine, Executor
 from cdmpp.profiler.machine import core_groups, usable_cores
+from cdmpp.profiler.ray import connect
 from cdmpp.program.types import Program, Task
 
 OBJECTS = REPOSITORY / "tests/golden/objects.zip"
 CORES, DEVICES = [2**k for k in range(10)], [2**k for k in range(7)]
 #: Of the most that so many devices give: from here on more cores are of no use.
 _SATURATED = 0.95
+#: Times that each way is measured, in turn; the median counts.
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of programs to build and to measure, (n,) each, nothing of the second where a build failed; of the driver for
-    each outcome, and of the network for each object."""
+    """Seconds of programs to build and to measure, (n,) each, nothing of the second where a build failed, and of the latter
+    those that the core is free, as something disturbed it; of the driver for each outcome, of the network for each object."""
 
     build_s: np.ndarray
     run_s: np.ndarray
+    waited_s: np.ndarray
     driver_s: float
     transfer_s: float
 
@@ -61,16 +68,17 @@ def simulate(
 ) -> dict[str, Any]:
     """Labels a second over the programs with these numbers, and how much of the time each part is busy. With `cores` all
     is on one machine, where builders rest while devices take their cores."""
-    config = CpuConfig()
-    most = 4 * config.batch_size * devices
-    waiting, queue, events = deque(programs), deque[int](), list[tuple[float, int, str, int]]()
+    size = CpuConfig().batch_size
+    most = 4 * size * devices
+    waiting, queue, events = deque(programs), deque[int](), list[tuple[float, int, str, Any]]()
     shared = 0 if cores is None else max(0, builders + devices - cores)
     ends: dict[int, float] = {}  # of the builds that rest while something is measured
     idle_builders, idle_devices, built, labels, now, order = list(range(builders)), devices, 0, 0, 0.0, 0
+    measuring, taken_until = 0, 0.0  # programs that are measured, and when the cores of builders are free again
     busy = dict.fromkeys(("builders", "devices", "network", "driver"), 0.0)
     link_free, driver_free, programs_of = [0.0] * devices, 0.0, dict[int, int]()
 
-    def at(when: float, what: str, who: int) -> None:
+    def at(when: float, what: str, who: Any) -> None:
         nonlocal order
         order += 1
         heapq.heappush(events, (when, order, what, who))
@@ -79,15 +87,18 @@ def simulate(
         while idle_builders and waiting and built < most:
             who, program = idle_builders.pop(), waiting.popleft()
             built += 1
-            programs_of[who], ends[who] = program, now + times.build_s[program]
+            rests_s = max(taken_until - now, 0.0) if who < shared else 0.0
+            programs_of[who], ends[who] = program, now + times.build_s[program] + rests_s
             busy["builders"] += times.build_s[program]
             at(ends[who], "built", who)
-        while idle_devices and queue:
-            program, idle_devices = queue.popleft(), idle_devices - 1
-            busy["devices"] += times.run_s[program]
+        while idle_devices and queue and (len(queue) >= size or (not waiting and built == len(queue) + measuring)):
+            batch, idle_devices = [queue.popleft() for _ in range(min(size, len(queue)))], idle_devices - 1
+            run_s, measuring = float(times.run_s[batch].sum()), measuring + len(batch)
+            busy["devices"] += run_s
+            taken_until = now + run_s - float(times.waited_s[batch].sum())
             for who in [who for who in range(shared) if who in ends]:
-                ends[who] += times.run_s[program]
-            at(now + times.run_s[program], "measured", program)
+                ends[who] += taken_until - now
+            at(now + run_s, "measured", len(batch))
         if not events:
             break
         now, _, what, who = heapq.heappop(events)
@@ -108,9 +119,9 @@ def simulate(
         elif what == "arrived":
             queue.append(who)
         else:
-            idle_devices, built, labels = idle_devices + 1, built - 1, labels + 1
-            driver_free = max(driver_free, now) + times.driver_s
-            busy["driver"] += times.driver_s
+            idle_devices, built, labels, measuring = idle_devices + 1, built - who, labels + who, measuring - who
+            driver_free = max(driver_free, now) + who * times.driver_s
+            busy["driver"] += who * times.driver_s
     now = max(now, driver_free)
     parts = {"builders": builders, "devices": devices, "network": devices, "driver": 1}
     used = {name: busy[name] / now / count for name, count in parts.items()}
@@ -136,36 +147,59 @@ def times_of(records: Any, bandwidth_gbit: float, driver_s: float, bytes_: float
     metas = [join_meta(row) for row in records[records["build_s"].notna()].to_dict("records")]
     if not metas:
         raise DatasetError("no record says how long it was built")
-    build_s = np.array([meta["build_s"] for meta in metas])
-    run_s = np.array([meta.get("run_s", 0.0) + meta.get("waited_s", 0.0) for meta in metas])
-    return Times(build_s, run_s, driver_s, bytes_ * 8 / (bandwidth_gbit * 1e9))
+    return times_of_metas(metas, driver_s, bytes_ * 8 / (bandwidth_gbit * 1e9))
+
+
+def times_of_metas(metas: list[dict[str, Any]], driver_s: float, transfer_s: float, around_s: float = 0.0) -> Times:
+    """Of what records say; ``around_s`` are of what is timed around each attempt to measure."""
+    build, run, waited, attempts = (
+        np.array([meta.get(name, 0.0) for meta in metas]) for name in ("build_s", "run_s", "waited_s", "attempts")
+    )
+    return Times(build, attempts * (run + waited + around_s * (run > 0)), attempts * waited, driver_s, transfer_s)
 
 
 def measured(count: int, networks: list[str], seed: int, driver_s: float) -> list[dict[str, Any]]:
-    """Labels a second here with one and two builders, and as simulated."""
+    """Labels a second with one and two builders, without Ray and on a Ray cluster of this machine, and as simulated; the median
+    noise of the labels, and CPU seconds of Ray's own processes for each."""
     from prediction_speed import draw
 
     jobs: list[BuildJob] = draw(networks, count + 4, seed)
-    cores, target, rows, times = usable_cores(), get_device("this-cpu@1").target, [], None
-    for builders in (1, 2):
+    device, rates, times = get_device("this-cpu@1"), defaultdict[tuple[str, int], list[Row]](list), list[Times]()
+    for _, where, builders in itertools.product(range(_ROUNDS), ("this machine", "Ray"), (1, 2)):
         config = CpuConfig(builders=builders)
-        executor = Executor(core_groups(cores, 1, 1))
-        with Engine(CpuMeasurer(config, target, executor, sentinel_job())) as engine:
+        alone = where == "this machine"
+        executor = Executor(core_groups(usable_cores(), 1, 1)) if alone else connect("local", device, 1)
+        with Engine(CpuMeasurer(config, device.target, executor, sentinel_job())) as engine:
             list(engine.run(iter(jobs[:4])))  # processes are up and warm
-            started = time.perf_counter()
+            started, of_ray = time.perf_counter(), of_ray_s()
             outcomes = {o.job.program.hash: o for o in engine.run(iter(jobs[4:]))}
             elapsed_s = time.perf_counter() - started
-        metas = [outcomes[job.program.hash].meta for job in jobs[4:]]
-        if times is None:
+        found = [outcomes[job.program.hash] for job in jobs[4:]]
+        if alone and builders == 1:
             sentinel_s = 2 * 3 * 2 * config.plan.min_sample_s / config.batch_size  # before and after each batch
-            run_s = [m.get("run_s", 0.0) + m.get("waited_s", 0.0) + sentinel_s if "run_s" in m else 0.0 for m in metas]
-            times = Times(np.array([m.get("build_s", 0.0) for m in metas]), np.array(run_s), driver_s, 0.0)
-        expected = simulate(times, range(len(metas)), builders, 1, len(cores))["labels_per_s"]
-        found = sum(o.status == "ok" for o in outcomes.values()) / elapsed_s
-        row = {"builders": builders, "labels_per_s": found, "simulated": expected, "difference": found / expected - 1}
-        rows.append(row)
-        print(f"{builders} builders: {found:.2f} labels/s, simulated {expected:.2f}", file=sys.stderr)
+            times.append(times_of_metas([o.meta for o in found], driver_s, 0.0, sentinel_s))
+        good = [o.noise for o in found if o.noise is not None]
+        row = {"labels_per_s": len(good) / elapsed_s, "noise": float(np.median(good))}
+        rates[where, builders].append({**row, "ray_cpu_s": (of_ray_s() - of_ray) / len(good)})
+        print(where, builders, row, file=sys.stderr)
+    rows, cores = [], len(usable_cores())
+    for (where, builders), rounds in rates.items():
+        expected = [simulate(one, range(len(one.run_s)), builders, 1, cores)["labels_per_s"] for one in times]
+        middle = {name: float(np.median([row[name] for row in rounds])) for name in rounds[0]}
+        rows.append(
+            {"where": where, "builders": builders, **middle, "simulated": float(np.median(expected)), "rounds": rounds}
+        )
     return rows
+
+
+def of_ray_s() -> float:
+    """CPU seconds of Ray's own processes so far."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, fields = stat.read_text().rpartition(")")
+            ticks += sum(map(int, fields.split()[11:13])) if name.endswith(("(raylet", "(gcs_server")) else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -189,9 +223,10 @@ def main() -> None:
         figures.append(figure(name, values, args.programs, [args.seed]))
     checked = measured(args.measure, args.networks, args.seed, driver_s) if args.measure else []
     for row in checked:
-        values = {"measured, labels/s": row["labels_per_s"], "simulated": row["simulated"]}
-        values["difference, %"] = 100 * row["difference"]
-        figures.append(figure(f"{row['builders']} builders here, 1 device", values, args.measure, [args.seed]))
+        values = {"measured, labels/s": row["labels_per_s"], "simulated": row["simulated"], "noise": row["noise"]}
+        values["difference, %"] = 100 * (row["labels_per_s"] / row["simulated"] - 1)
+        values["CPU s of Ray a label"] = row["ray_cpu_s"]
+        figures.append(figure(f"{row['where']}, {row['builders']} builders", values, args.measure, [args.seed]))
     means = {"build_s": float(times.build_s.mean()), "run_s": float(times.run_s[times.run_s > 0].mean())}
     failed = math.fsum(times.run_s == 0) / len(times.run_s)
     report(args.json, made, figures, rows=rows, times={**means, "driver_s": driver_s, "transfer_s": times.transfer_s,

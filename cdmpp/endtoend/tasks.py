@@ -143,8 +143,7 @@ def random_programs(task: Task, device: Device, n: int, seed: int) -> list[Any]:
         programs = spaces.sample(n, seed)
     except ProgramError:
         return []
-    by_hash = {space.hash: space for space in spaces.spaces}
-    return [spaces.rebuild(program, by_hash[str(program.space_hash)]) for program in programs]
+    return [spaces.rebuild(program, spaces.space_of(program)) for program in programs]
 
 
 def _of_database(folder: Path, tasks: Iterable[Task], device: Device, notes: list[str]) -> dict[str, Any]:

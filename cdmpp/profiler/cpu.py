@@ -128,7 +128,7 @@ class LoadedProgram:
         self.entry = self.module["main"]
         self.calm: list[float] = []
         self.disturbed: list[float] = []
-        self.spent_s = self.waited_s = self.first_s = 0.0
+        self.spent_s = self.waited_s = self.first_s = self.prepared_s = 0.0
         self.repeats = 1
         self._timer: Any = None
 
@@ -204,9 +204,11 @@ def measure_batch(
     loaded: list[LoadedProgram] = []
     for built in batch:
         yield Running((built.program,), config.first_run_s)
+        began = time.perf_counter()
         try:
             program = load(built)
             program.start()
+            program.prepared_s = time.perf_counter() - began
         except Exception as err:  # whatever a foreign shared object or the runtime raises
             yield Measured(built.program, "run_error", error=f"{type(err).__name__}: {err}"[:500])
             continue
@@ -226,7 +228,7 @@ def measure_batch(
                 program.hash,
                 "ok",
                 samples_s,
-                run_s=program.spent_s + program.first_s,
+                run_s=program.prepared_s + program.spent_s,
                 meta={
                     "repeats": program.repeats,
                     "retakes": len(program.disturbed),

@@ -56,7 +56,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Measured:
-    """Samples of one program (its hash), or why there are none; ``run_s`` is what taking them took."""
+    """Samples of one program (its hash), or why there are none; ``run_s`` is what loading it and taking them took."""
 
     program: str
     status: str

@@ -164,10 +164,9 @@ class TaskPlan:
             programs = spaces.mutate(elite, need, seed, exclude=self._seen) if elite else []
         for program in programs:
             self.learn(program, None)
-        by_hash = {space.hash: space for space in spaces.spaces}
         for program in programs:
             self._in_flight[task.hash] += 1
-            yield BuildJob(program, task, by_hash[str(program.space_hash)])
+            yield BuildJob(program, task, spaces.space_of(program))
 
 
 class FixedPlan:

@@ -149,6 +149,10 @@ class TaskSpaces:
         """The distinct spaces."""
         return [space for space, _ in self._traced.values()]
 
+    def space_of(self, program: Program) -> Space:
+        """The space that a program was drawn from."""
+        return self._traced[str(program.space_hash)][0]
+
     def draw(self, space: Space, rng: random.Random) -> Any:
         """A random schedule of a space, before postprocessing; TVM's own errors where a primitive refuses a decision."""
         from tvm.s_tir.schedule import Schedule

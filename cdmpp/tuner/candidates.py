@@ -93,9 +93,8 @@ class TaskTuner:
 
     def sample(self, n: int, seed: int) -> list[Candidate]:
         """Random programs of all spaces in turn, at most `n`, no two alike; fewer where there are no more."""
-        by_hash = {space.hash: space for space in self._spaces.spaces}
         programs = [replace(program, origin="search") for program in self._spaces.sample(n, seed)]
-        return [self.replay(program, by_hash[str(program.space_hash)]) for program in programs]
+        return [self.replay(program, self._spaces.space_of(program)) for program in programs]
 
     def untuned(self) -> BuildJob | None:
         """What runs where nothing was tuned, see the module's text; None where there is nothing."""

@@ -10,7 +10,7 @@ from benchmarks.soak import FATES, fate, programs_of, soak
 
 
 def constant(build_s: float = 1.0, run_s: float = 0.1, driver_s: float = 0.0, transfer_s: float = 0.0) -> Times:
-    return Times(np.full(200, build_s), np.full(200, run_s), driver_s, transfer_s)
+    return Times(np.full(200, build_s), np.full(200, run_s), np.zeros(200), driver_s, transfer_s)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def constant(build_s: float = 1.0, run_s: float = 0.1, driver_s: float = 0.0, tr
         (constant(driver_s=0.05), 64, 4, 20.0, "driver"),
         (constant(transfer_s=0.2), 64, 1, 5.0, "network"),
         # what does not build is no label
-        (Times(np.full(200, 1.0), np.array([0.1, 0.0] * 100), 0.0, 0.0), 1, 1, 0.5, "builders"),
+        (Times(np.full(200, 1.0), np.array([0.1, 0.0] * 100), np.zeros(200), 0.0, 0.0), 1, 1, 0.5, "builders"),
     ],
 )
 def test_the_slowest_part_decides(times: Times, builders: int, devices: int, labels_per_s: float, part: str) -> None:

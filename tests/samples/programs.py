@@ -97,5 +97,4 @@ def as_it_is(task: Task) -> BuildJob:
 def sampled(task: Task, n: int, seed: int = 0, **options: Any) -> list[BuildJob]:
     """`n` random programs of a task as jobs; ``options`` are those of its spaces."""
     spaces = TaskSpaces(task, **options)
-    by_hash = {s.hash: s for s in spaces.spaces}
-    return [BuildJob(p, task, by_hash[str(p.space_hash)]) for p in spaces.sample(n, seed)]
+    return [BuildJob(p, task, spaces.space_of(p)) for p in spaces.sample(n, seed)]

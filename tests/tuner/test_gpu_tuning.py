@@ -60,8 +60,7 @@ def tuned(
 def test_what_the_limits_exclude_is_not_built() -> None:
     task = matmul_task(512)
     spaces = TaskSpaces(task, "cuda", verify=False)
-    by_hash = {space.hash: space for space in spaces.spaces}
-    jobs = [BuildJob(p, task, by_hash[str(p.space_hash)]) for p in spaces.sample(8, 1)]
+    jobs = [BuildJob(p, task, spaces.space_of(p)) for p in spaces.sample(8, 1)]
     with Engine(GpuMeasurer(GpuConfig(gpu=TUNING_GPU, plan=PLAN, builders=2), get_device("h200"))) as engine:
         outcomes = {outcome.job.program.hash: outcome for outcome in engine.run(iter([None, *jobs]))}
     assert set(outcomes) == {job.program.hash for job in jobs}

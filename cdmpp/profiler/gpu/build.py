@@ -109,10 +109,9 @@ class KernelBuilder:
             drawn = spaces.mutate(job.parents, job.n, job.seed, exclude=job.seen)
         else:
             drawn = spaces.sample(job.n, job.seed, exclude=job.seen)
-        by_hash = {space.hash: space for space in spaces.spaces}
         candidates, excluded = [], []
         for program in drawn:
-            space = by_hash[str(program.space_hash)]
+            space = spaces.space_of(program)
             try:
                 fault = self._excluded(program.hash, spaces.rebuild(program, space))
             except ProgramError as err:

@@ -38,11 +38,10 @@ def lowering() -> CudaLowering:
 
 def lowered(lowering: CudaLowering, task: Any, n: int, **options: bool) -> list[CudaProgram]:
     spaces = TaskSpaces(task, "cuda", verify=False)
-    by_hash = {s.hash: s for s in spaces.spaces}
     found = []
     for program in spaces.sample(n, seed=1):
         try:
-            found.append(lowering(spaces.rebuild(program, by_hash[str(program.space_hash)]), **options))
+            found.append(lowering(spaces.rebuild(program, spaces.space_of(program)), **options))
         except ProgramError:
             continue
     return found
