@@ -49,7 +49,6 @@ from cdmpp.predictor.data import subset
 from cdmpp.predictor.predictor import load_predictor
 from cdmpp.program.ast import FEATURE_SET
 from cdmpp.program.graph import NetworkGraph, load_graphs
-from cdmpp.tuner.warm_start import nearest_device
 
 FILES = ("neusight_ops.parquet", "neusight_traces.parquet", "neusight_e2e.csv")
 
@@ -177,13 +176,10 @@ def evaluate_device(bench: Bench, given: Predictor | None, device: str, results:
 
     def unseen() -> Row:
         known = sorted(base().training.get("records_by_device", base().devices))
-        vectors = {**base().devices, device: base().device_vector(get_device(device))}
         return {
             "vendor": vendor,
             "in_training": device in known,
             "trained_on": known,
-            "n_training_records": base().training.get("records"),
-            "nearest_training_device": device if device in known else nearest_device(device, vectors),
             **judged(bench, base(), data, device, rows),
         }
 

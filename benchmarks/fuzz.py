@@ -24,6 +24,7 @@ import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -332,11 +333,12 @@ def fuzz(kind: str, inputs: int, seed: int, limit_s: float) -> dict[str, Any]:
 def main() -> None:
     args = arguments(__doc__, __file__, kinds={"choices": list(KINDS), "default": list(KINDS)}).parse_args()
     made, rows = provenance(__file__, seeds=[args.seed]), []
-    for kind in args.kinds:
-        rows.append(fuzz(kind, args.inputs, args.seed, args.limit))
-        print(f"{kind}: {rows[-1]['findings']} findings in {rows[-1]['seconds']:.0f} s", file=sys.stderr, flush=True)
-        for found in rows[-1]["found"]:
-            print(f"  {found['times']} times, first {found['input']}: {found['what']}", file=sys.stderr)
+    with ThreadPool(len(os.sched_getaffinity(0))) as pool:
+        for row in pool.imap(lambda kind: fuzz(kind, args.inputs, args.seed, args.limit), args.kinds):
+            rows.append(row)
+            print(f"{row['kind']}: {row['findings']} findings in {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+            for found in row["found"]:
+                print(f"  {found['times']} times, first {found['input']}: {found['what']}", file=sys.stderr)
     names = ("accepted", "refused", "findings")
     figures = [figure(row["kind"], {name: row[name] for name in names}, row["inputs"], [args.seed]) for row in rows]
     report(args.json, made, figures, rows=rows)

@@ -202,12 +202,7 @@ def main() -> None:
     sizes = [size for size in BATCH_SIZES if size <= len(funcs)]
     figures = [compare(predictor, funcs, theirs, size, args.batches, args.repeats) for size in sizes]
     figures += compare_asts(jobs[::4], funcs[::4], args.rounds)
-    detail |= {
-        "torch_threads": torch.get_num_threads(),
-        "trees": theirs.model.booster.num_boosted_rounds(),
-        "tree_threads": theirs.model.config.nthread,
-        "feature_threads": int(theirs.context.num_threads),
-    }
+    detail |= {"torch_threads": torch.get_num_threads(), "trees": theirs.model.booster.num_boosted_rounds()}
     report(args.json, made, figures, **detail)
 
 

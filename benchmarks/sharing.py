@@ -30,7 +30,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import psutil
 from common import Figure, Results, Row, arguments, figure, in_turn, median_figure, provenance, report, start
 from tuning import kept, measure_again, tune_config
 
@@ -46,17 +45,11 @@ from cdmpp.tuner.workers import worker_cores
 WAYS: dict[str, int | str | None] = {"one": 1, "sharded": "auto", "pipeline": None}
 
 
-def busy_s() -> float:
-    """Seconds that this machine's cores have worked since it started, others' work included."""
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0))
-
-
 def tuned_once(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, device: str, seed: int) -> Row:
     """Tune the network in one way; the row says how long it took and what it found."""
     out = args.out / "runs" / f"{way}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
-    started, busy = time.perf_counter(), busy_s()
+    started = time.perf_counter()
     options = {"cost_model": "cdmpp", "predictor": args.predictor, "trim": None}
     config = tune_config(args, args.trials, seed=seed, shards=WAYS.get(way), **options)
     tuned = tune_tasks(args.network, tasks, device=device, out=out, config=config)
@@ -65,7 +58,6 @@ def tuned_once(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], wa
     return {
         "weights": {task.hash: weight for task, weight in tasks},
         "wall_s": wall_s,
-        "cores_busy": (busy_s() - busy) / wall_s,
         "trials": tuned.costs.trials,
         "costs": tuned.to_json()["costs"],
         "tuned_s": tuned.tuned_s,
@@ -92,8 +84,8 @@ def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
     }
     found = [median_figure(f"{shares} workers on a share each", columns, seeds)]
     for way, own in by_way.items():
-        columns = {"wall s": [row["wall_s"] for row in own], "cores busy": [row["cores_busy"] for row in own]}
-        columns["final us"] = [1e6 * row["final_s"] for row in own if "final_s" in row]
+        final_us = [1e6 * row["final_s"] for row in own if "final_s" in row]
+        columns = {"wall s": [row["wall_s"] for row in own], "final us": final_us}
         found.append(median_figure(way, columns, seeds))
     return found
 

@@ -113,23 +113,19 @@ def compare_nodes(rows: Sequence[Row]) -> dict[str, Any]:
     found = {}
     for phase in dict.fromkeys(row["phase"] for row in rows):
         own = [row for row in rows if row["phase"] == phase]
-        families = {
-            family: compare_sources([row for row in own if row["family"] == family])
-            for family in (*FAMILIES, "other")
-            if any(row["family"] == family for row in own)
-        }
         together = compare_sources([row for row in own if row["family"] in FAMILIES])
-        found[phase] = {**together, "families": families}
+        found[phase] = {**together, "families": _compare_by("family", own)}
     return found
 
 
 def compare_networks(rows: Sequence[Row]) -> dict[str, Any]:
     """:func:`compare_sources` of all networks, of those of each mode (``modes``), and the rows themselves."""
-    modes = {
-        mode: compare_sources([row for row in rows if row["mode"] == mode])
-        for mode in dict.fromkeys(row["mode"] for row in rows)
-    }
-    return {**compare_sources(rows), "modes": modes, "rows": list(rows)}
+    return {**compare_sources(rows), "modes": _compare_by("mode", rows), "rows": list(rows)}
+
+
+def _compare_by(key: str, rows: Sequence[Row]) -> dict[str, Any]:
+    values = dict.fromkeys(row[key] for row in rows)
+    return {value: compare_sources([row for row in rows if row[key] == value]) for value in values}
 
 
 def operator_errors(names: Sequence[str], labels: ArrayLike, predictions: ArrayLike) -> dict[str, Any]:
