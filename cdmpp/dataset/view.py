@@ -193,7 +193,7 @@ def _stored_devices(part: Any) -> dict[str, Device]:
             try:
                 found[name] = Device.from_json({**described[name], "name": name})
             except TypeError as error:
-                raise DatasetError(f"{where}/meta.json: device {name} is incomplete: {error}") from error
+                raise DatasetError(f"{where}/meta.json: device {name} is incomplete or wrong: {error}") from error
             if known is not None:
                 check_same(found[name], known, where, "the device table")
         elif known is not None:

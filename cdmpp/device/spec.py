@@ -230,11 +230,19 @@ class Device:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Device:
-        """Inverse of :meth:`to_json`; unknown keys are ignored."""
+        """Inverse of :meth:`to_json`; unknown keys are ignored. TypeError: a fact is missing, or of another type."""
         kept = {f.name: value[f.name] for f in fields(cls) if f.name in value}
+        for fact in fields(cls):
+            wanted = _JSON_TYPES[str(fact.type).partition("[")[0].partition(" ")[0]]
+            if not isinstance(kept.get(fact.name), wanted | None):
+                raise TypeError(f"its {fact.name} is {kept[fact.name]!r:.40}")
         return cls(**{**kept, **{name: tuple(kept.get(name, ())) for name in ("aliases", "sources")}})
 
 
+#: Types of facts -> what JSON has for them.
+_JSON_TYPES: dict[str, Any] = {
+    "str": str, "float": int | float, "int": int | float, "bool": bool, "tuple": list | tuple, "Mapping": dict | Mapping,
+}  # fmt: skip
 #: What makes a CPU, or a GPU, the device that it is.
 _CPU_IDENTITY = (
     "kind", "vendor", "arch", "isa", "share", "mcpu", "simd_bits", "fma", "l1_kb", "l2_kb", "clock_mhz",
