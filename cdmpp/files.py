@@ -13,6 +13,8 @@ from typing import Any
 
 #: Bytes of text that are read at most.
 MOST_TEXT = 1 << 28
+#: Collections of YAML inside each other, at most.
+_MOST_NESTED = 100
 
 
 def read_text(path: str | Path) -> str:
@@ -40,8 +42,13 @@ def read_yaml(path: str | Path) -> Any:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
+    text, depth = read_text(path), 0
     try:
-        return yaml.load(read_text(path), loader)
+        for event in yaml.parse(text, loader):  # the C loader would overflow the stack
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MOST_NESTED:
+                raise ValueError("nested too deeply")
+        return yaml.load(text, loader)
     except RecursionError as err:
         raise ValueError("nested too deeply") from err
     except yaml.YAMLError as err:

@@ -57,7 +57,7 @@ def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         raise DatasetError(f"{', '.join(map(str, given))}: no {OPERATOR_FILE} in it")
     tables = []
     for file in files:
-        with raised_as(DatasetError, f"cannot read {file}"):
+        with raised_as(DatasetError, f"cannot read {file}", NotImplementedError):
             table = pd.read_parquet(file)
         if missing := [name for name in ("op", "dtype", "device", "seconds") if name not in table]:
             raise DatasetError(f"{file} has no column {', '.join(missing)}")

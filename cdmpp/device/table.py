@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -206,7 +205,7 @@ def _value(who: str, name: str, value: Any, kind: str) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def _rates(who: str, name: str, values: Any) -> dict[str, float]:

@@ -268,14 +268,15 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
     ``step`` and ``phase``. Operators that are not in :data:`OPERATORS` stay, with ``known`` false. ProgramError: the file
     cannot be read, has no ``op`` or no row, or a row has a size that cannot be; names the row."""
     path = Path(path)
-    with raised_as(ProgramError, f"cannot read operators from {path}", ImportError):
+    with raised_as(ProgramError, f"cannot read operators from {path}", ImportError, NotImplementedError):
         table = pd.read_csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
+        listed = table.to_dict("records")
     if "op" not in table:
         raise ProgramError(f"{path} has no column op: expected one row an operator")
     if table.empty:
         raise ProgramError(f"{path} lists no operator: expected one row an operator")
     rows = []
-    for number, row in enumerate(table.to_dict("records"), start=1):
+    for number, row in enumerate(listed, start=1):
         try:
             rows.append(_listed(row, dtype))
         except (ProgramError, TypeError, ValueError, OverflowError) as err:

@@ -195,7 +195,7 @@ def read_bundle(path: str | Path) -> Bundle:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
             if damaged is not None:
-                raise BundleError(f"{path} is damaged: {damaged} does not match its checksum")
+                raise BundleError(f"{path} is damaged: {damaged!r} does not match its checksum")
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
                 raise BundleError(f"{path} is no bundle: its parts are compressed")
             note = parse_json(archive.read(_NOTE))
