@@ -107,15 +107,10 @@ def gathered(args: argparse.Namespace, config: Config) -> Bench:
         # drawn by themselves, so that what is trained on does not depend on them
         count = args.records // len(pool) * len(further)
         rows = np.concatenate([rows, sample_evenly(view, count, args.seed, further).rows])
-    data = gather(SampledView(view, np.sort(rows)), progress=show_progress)
+    data = gather(SampledView(view, np.sort(rows)))
     unseen = {name for folder in folders[1:] for g in load_graphs(folder).values() for name in g.meta["devices"]}
     by_device = {device: list(own.values()) for device, own in graphs.items()}
     return Bench(args, config, data, view, by_device, pool, sorted({*further, *unseen} - set(pool)))
-
-
-def show_progress(done: int, total: int) -> None:
-    if done == total or done % 4096 == 0:
-        print(f"compact ASTs: {done} of {total}", file=sys.stderr, flush=True)
 
 
 def trained_once(config: Config, data: TrainingData, settings: list[Any], work: Path) -> Predictor:

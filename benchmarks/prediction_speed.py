@@ -124,12 +124,6 @@ def compare(predictor: Predictor, funcs: Sequence[Any], theirs: TvmXgb, size: in
     return found
 
 
-def copies(mods: Sequence[Any]) -> list[Any]:
-    """New objects for the same programs: what Python has once touched of a program, it gets faster again."""
-    tvm = import_tvm()
-    return list(tvm.ir.load_json(tvm.ir.save_json(list(mods))))
-
-
 def extraction(groups: Sequence[Sequence[Any]]) -> Callable[[], None]:
     """TVM's PerStoreFeature of groups of programs of one task each, as a tuner asks for them."""
     tvm = import_tvm()
@@ -164,7 +158,7 @@ def compare_asts(jobs: Sequence[BuildJob], funcs: Sequence[Any], rounds: int) ->
         took.setdefault(name, []).append(1e3 * seconds(work) / count)
 
     for _ in range(rounds):
-        untouched = copies(mods)
+        untouched = list(tvm.ir.load_json(tvm.ir.save_json(mods)))  # what Python has once touched it gets faster again
         timed("new tasks", lambda m=untouched: compact_asts(m))
         timed("PerStoreFeature", extract)
         timed("one call a program", lambda: [compact_ast(mod) for mod in some], len(some))

@@ -58,7 +58,6 @@ def tuned_once(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], wa
     return {
         "weights": {task.hash: weight for task, weight in tasks},
         "wall_s": wall_s,
-        "trials": tuned.costs.trials,
         "costs": tuned.to_json()["costs"],
         "tuned_s": tuned.tuned_s,
         "untuned_s": tuned.untuned_s,

@@ -8,7 +8,7 @@ the rows that it has, too. APE is ``|predicted / measured - 1|``, a fraction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,22 +86,18 @@ def compare_sources(rows: Sequence[Row]) -> dict[str, Any]:
         both = [row for row in rows if {source, OURS} <= row["predicted_s"].keys()]
         own, ours, shared = _errors(both, source), _errors(both, OURS), _errors(common, source)
         found[source] = {
-            "ape_mean": _mean(np.abs(shared)),
-            "ape_median": _median(np.abs(shared)),
-            "bias": _mean(shared),
+            "ape_mean": _of(np.mean, np.abs(shared)),
+            "ape_median": _of(np.median, np.abs(shared)),
+            "bias": _of(np.mean, shared),
             "n_own": len(own),
-            "ape_mean_own": _mean(np.abs(own)),
-            "ours_ape_mean_own": _mean(np.abs(ours)),
+            "ape_mean_own": _of(np.mean, np.abs(own)),
+            "ours_ape_mean_own": _of(np.mean, np.abs(ours)),
         }
     return {"n": len(rows), "n_common": len(common), "sources": found}
 
 
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if len(values) else None
-
-
-def _median(values: np.ndarray) -> float | None:
-    return float(np.median(values)) if len(values) else None
+def _of(middle: Callable[[np.ndarray], Any], values: np.ndarray) -> float | None:
+    return float(middle(values)) if len(values) else None
 
 
 def _errors(rows: Iterable[Row], source: str) -> np.ndarray:
@@ -144,4 +140,4 @@ def operator_errors(names: Sequence[str], labels: ArrayLike, predictions: ArrayL
 
 
 def _mape(error: np.ndarray) -> dict[str, Any]:
-    return {"n": len(error), "mape": _mean(error), "median_ape": _median(error)}
+    return {"n": len(error), "mape": _of(np.mean, error), "median_ape": _of(np.median, error)}

@@ -90,6 +90,7 @@ def test_a_dataset_is_of_one_device(tmp_path: Path) -> None:
     [
         ({"devices": ["my-cpu@1"]}, "expected a specification for each name"),
         ({"devices": {"my-cpu@1": {"arch": "zen4"}}}, "device my-cpu@1 is incomplete"),
+        ({"devices": {"my-cpu@1": {"kind": "cpu", "clock_mhz": [2]}}}, r"wrong: its clock_mhz is \[2\]"),
         ({"devices": {}}, "does not describe my-cpu@1"),
     ],
 )

@@ -169,6 +169,7 @@ def test_a_device_of_which_little_is_known_still_has_features() -> None:
     ("text", "message"),
     [
         *CASES["wrong_rows"].items(),
+        (f"{{name: x, kind: gpu, cores: {'1' * 400}}}", "x: cores is 111"),
         *((f"{{name: x, kind: {kind}, {field}: {value}}}", f"x: {field} is {re.escape(f'{value:g}')}, expected .*off by 1000")
           for kind, field, value in CASES["off_by_1000"]),
         *((f"{{kind: gpu, {text}}}", f"{message}.*off by 1000") for text, message in CASES["unbalanced"].items()),

@@ -49,6 +49,7 @@ def test_mistakes_are_named(values, message):
 def test_unreadable_files(tmp_path):
     with pytest.raises(PredictorError, match="cannot read"):
         load_config(tmp_path / "none.yaml")
-    (tmp_path / "bad.yaml").write_text("model: {dim: [")
-    with pytest.raises(PredictorError, match="not valid YAML"):
-        load_config(tmp_path / "bad.yaml")
+    for text in ("model: {dim: [", "[" * 60_000 + "]" * 60_000):
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(PredictorError, match="not valid YAML"):
+            load_config(tmp_path / "bad.yaml")
