@@ -457,8 +457,8 @@ def prediction_note(predictor: Predictor, device: Device) -> str:
     notes = []
     seen = device.name in predictor.devices
     if not seen:
-        known = ", ".join(predictor.devices)
-        notes.append(f"{device.name} is not among the devices of training ({known}): these are extrapolations")
+        known = len(predictor.devices)
+        notes.append(f"{device.name} is not among the {known} devices of training: these are extrapolations")
     if predictor.calibration is None:
         notes.append("the predictor was not calibrated, so there are no intervals")
     elif not predictor.calibration.supports(COVERAGE):
