@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
-from cross_device import imported, show_progress, trained_once
+from cross_device import imported, trained_once
 from numpy.typing import NDArray
 from sampled import sample_evenly
 from scipy.stats import spearmanr
@@ -252,7 +252,7 @@ def main() -> None:
         sys.exit(f"there are no records of {', '.join(absent)}; there are {', '.join(gpus)}")
     every = {program for by_gpu in known.values() for programs in by_gpu.values() for program in programs}
     asts = collect_asts(view, sorted(every), show_progress)
-    data = gather(sample_evenly(view, args.records, args.seed), progress=show_progress)
+    data = gather(sample_evenly(view, args.records, args.seed))
     for gpu in wanted:
         missing = [kernel for kernel in known if gpu in known[kernel] and results.find(kernel=kernel, gpu=gpu) is None]
         cases = {kernel: known[kernel] for kernel in missing}
