@@ -251,7 +251,7 @@ def main() -> None:
     if absent:
         sys.exit(f"there are no records of {', '.join(absent)}; there are {', '.join(gpus)}")
     every = {program for by_gpu in known.values() for programs in by_gpu.values() for program in programs}
-    asts = collect_asts(view, sorted(every), show_progress)
+    asts = collect_asts(view, sorted(every))
     data = gather(sample_evenly(view, args.records, args.seed))
     for gpu in wanted:
         missing = [kernel for kernel in known if gpu in known[kernel] and results.find(kernel=kernel, gpu=gpu) is None]
