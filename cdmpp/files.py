@@ -47,7 +47,7 @@ def read_yaml(path: str | Path) -> Any:
         for event in yaml.parse(text, loader):  # the C loader would overflow the stack
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MOST_NESTED:
-                raise ValueError("nested too deeply")
+                raise RecursionError
         return yaml.load(text, loader)
     except RecursionError as err:
         raise ValueError("nested too deeply") from err

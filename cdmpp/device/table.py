@@ -6,6 +6,7 @@ import difflib
 import functools
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -193,7 +194,7 @@ def _value(who: str, name: str, value: Any, kind: str) -> Any:
             raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {text}")
         return str(value) if name == "name" else value
     (low, high), unit, whole = number[kind], number["unit"], number.get("whole", False)
-    if not _is_number(value):
+    if not is_number(value):
         raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {low:g} to {high:g} {unit}")
     if not low <= value <= high:
         raise UnknownDeviceError(
@@ -204,8 +205,9 @@ def _value(who: str, name: str, value: Any, kind: str) -> Any:
     return int(value) if whole else float(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a float can hold: not NaN, infinity, or a longer integer, as files may have."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _rates(who: str, name: str, values: Any) -> dict[str, float]:
@@ -215,7 +217,7 @@ def _rates(who: str, name: str, values: Any) -> dict[str, float]:
     for key, value in values.items():
         if name == "peak_gflops" and key not in peaks:
             raise UnknownDeviceError(f"{who}: {name}.{key} is no data type; there are {', '.join(peaks)}")
-        if not _is_number(value) or value <= 0:
+        if not is_number(value) or value <= 0:
             raise UnknownDeviceError(f"{who}: {name}.{key} is {value!r}, expected a number above 0")
     return {str(key): float(value) for key, value in values.items()}
 

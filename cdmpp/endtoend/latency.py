@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.device import Device, get_device, load_table
+from cdmpp.device.table import is_number
 from cdmpp.endtoend.eager import eager_latency
 from cdmpp.endtoend.graph import NetworkTasks, network_tasks
 from cdmpp.endtoend.replay import Replay, replay
@@ -223,8 +224,7 @@ def read_prices(path: str | Path) -> dict[str, float]:
             device = get_device(str(name), table).name
         except UnknownDeviceError as err:
             raise UnknownDeviceError(f"{path}: {err}") from err
-        number = not isinstance(price, bool) and isinstance(price, int | float)
-        if not number or not math.isfinite(price) or price <= 0:
+        if not is_number(price) or price <= 0:
             raise PriceError(f"{path}: the price of {name} must be a positive number, not {price!r}")
         if device in prices:
             raise PriceError(f"{path}: two prices of {device}")

@@ -196,7 +196,8 @@ def make_engine(
 def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
     """Programs measured at the same time that leave the labels of a CPU's share as they are; one, without a calibration, where
     the other cores cannot build for more."""
-    if len(machine.usable_cores()) <= device.share + _BUILDERS_FED:
+    cores, share = len(machine.usable_cores()), int(device.share)
+    if cores // share <= 1 or cores <= share + _BUILDERS_FED:
         return 1
     from cdmpp.profiler.calibration import calibrate_cpu
 

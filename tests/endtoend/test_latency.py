@@ -275,6 +275,7 @@ def test_what_is_no_graph_of_tasks_is_refused(trace: Path, tmp_path: Path) -> No
         ("nodevice: 3\n", UnknownDeviceError, r"prices.yaml: unknown device 'nodevice'"),
         ("h200: -3\n", PriceError, "price of h200 must be a positive number, not -3"),
         ("h200: .nan\n", PriceError, "price of h200"),
+        (f"h200: {'9' * 400}\n", PriceError, "price of h200"),
         ("h200: cheap\n", PriceError, "price of h200"),
         ("h200: 3\nH200: 4\n", PriceError, "two prices of h200"),
         ("- h200\n", PriceError, "expected device names"),

@@ -116,9 +116,9 @@ def test_command_line(tmp_path: Path, command: Command) -> None:
         assert said in command.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("cores", "chosen"), [(5, 1), (6, 6)])
+@pytest.mark.parametrize(("cores", "share", "chosen"), [(1, 1, 1), (5, 1, 1), (6, 1, 6), (13, 8, 1)])
 def test_the_degree_is_calibrated_where_enough_cores_build(
-    monkeypatch: pytest.MonkeyPatch, cores: int, chosen: int
+    monkeypatch: pytest.MonkeyPatch, cores: int, share: int, chosen: int
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: tuple(range(cores)))
@@ -129,7 +129,7 @@ def test_the_degree_is_calibrated_where_enough_cores_build(
 
     monkeypatch.setattr("cdmpp.profiler.calibration.calibrate", calibrate)
     config, device = tune_config(8, workers="auto"), device_of_this_machine("this-cpu@1", "auto")
-    assert calibrated_degree(config, device, [], said.append) == chosen
+    assert calibrated_degree(config, replace(device, share=share), [], said.append) == chosen
     assert len(said) == (0 if chosen == 1 else 2), "it says what it does and what it found"
     with pytest.raises(TunerError, match="--workers auto is for CPUs"):
         device_of_this_machine("h200", "auto")
