@@ -26,7 +26,7 @@ from cdmpp.endtoend import smallest_share
 from cdmpp.endtoend.eager import eager_latency
 from cdmpp.predictor.operators import load_operator_model
 from cdmpp.profiler import machine
-from cdmpp.profiler.statistics import label, split_half_difference
+from cdmpp.profiler.engine import label, split_half_difference
 from cdmpp.program.network import Network, example_inputs, load_network
 from cdmpp.program.zoo import zoo_entry
 

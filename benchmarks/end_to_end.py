@@ -37,8 +37,7 @@ from cdmpp.endtoend.latency import LayerLatency
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.predictor import load_predictor
 from cdmpp.profiler.machine import core_groups, usable_cores
-from cdmpp.program.fusion import FusedNetwork
-from cdmpp.program.network import Network, load_network
+from cdmpp.program.network import FusedNetwork, Network, load_network
 from cdmpp.tuner.deployment import import_network, measure_network
 from cdmpp.tuner.measure import device_of_this_machine
 

@@ -42,10 +42,10 @@ from cdmpp.predictor.config import Config, dump_config, load_config
 from cdmpp.predictor.predictor import load_program
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Launch, read_bundle, write_bundle
 from cdmpp.profiler.session import read_task_file
+from cdmpp.program import import_tvm
 from cdmpp.program.graph import FORMAT, load_graph
 from cdmpp.program.llm import load_decoder
 from cdmpp.program.operators import read_operators
-from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.types import Program, Space, Task
 
 #: Bytes that a process may allocate, and seconds in which a warm one reads its first input.

@@ -27,10 +27,10 @@ from cdmpp.errors import ProgramError
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.predictor import load_predictor
 from cdmpp.profiler.engine import BuildJob
+from cdmpp.program import import_tvm, quiet
 from cdmpp.program.ast import compact_ast, compact_asts
+from cdmpp.program.network import extract_tasks
 from cdmpp.program.space import Rebuilder, TaskSpaces
-from cdmpp.program.tasks import extract_tasks
-from cdmpp.program.tvm_env import import_tvm, quiet
 
 NETWORKS = (
     "resnet18", "mobilenet_v3", "bert_tiny", "gpt2", "lstm", "unet", "shufflenet_v2", "mlp_mixer", "densenet121",

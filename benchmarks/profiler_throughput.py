@@ -25,10 +25,9 @@ from prediction_speed import draw, rebuilt
 
 from cdmpp.device import get_device
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job
-from cdmpp.profiler.engine import BuildJob, Engine, Executor
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, SamplingPlan
 from cdmpp.profiler.machine import core_groups, usable_cores
-from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program import import_tvm
 
 NETWORKS = ("bert_tiny", "resnet18", "mobilenet_v2", "mlp_mixer")
 BATCH = 64  # MetaSchedule's default for one round of measurements

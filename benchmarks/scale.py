@@ -34,7 +34,7 @@ import numpy as np
 from common import REPOSITORY, Row, arguments, figure, provenance, report, start
 
 from cdmpp.dataset import Dataset, Record
-from cdmpp.dataset.codec import join_meta
+from cdmpp.dataset.record import join_meta
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job

@@ -45,7 +45,7 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.data import collect_asts, subset
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.learning import Encoded, OnlineModel, PredictorPrior
+from cdmpp.tuner.cost_model import Encoded, OnlineModel, PredictorPrior
 from cdmpp.tuner.warm_start import nearest_device
 
 METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "random_expected", "random_median")

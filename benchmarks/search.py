@@ -21,11 +21,10 @@ from tuning import DEVICE, NETWORKS, held_out_predictor, held_out_tasks
 
 from cdmpp.predictor import Predictor
 from cdmpp.program.types import Task
-from cdmpp.tuner.candidates import Candidate, TaskTuner
+from cdmpp.tuner.candidates import Candidate, DecisionSearch, TaskTuner
 from cdmpp.tuner.cost_model import CostModel
 from cdmpp.tuner.measure import device_of_this_machine
-from cdmpp.tuner.search import DecisionSearch
-from cdmpp.tuner.store import tuning_record
+from cdmpp.tuner.results import tuning_record
 
 RATIOS = ("cpu", "best", "mean of 16", "first: cpu", "first: best", "first: mean of 16")
 

@@ -29,8 +29,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import STATUSES, CdmppError
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, SharedObject
-from cdmpp.profiler.engine import BuildJob, Engine, Executor, Measured, Running
-from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, Measured, Running, SamplingPlan
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:

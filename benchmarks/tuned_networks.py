@@ -22,14 +22,13 @@ from eager import measured_s, own_networks
 from cdmpp.endtoend import predict_latency
 from cdmpp.endtoend.graph import graph_of_fused
 from cdmpp.profiler import machine
+from cdmpp.program import import_tvm
 from cdmpp.program.network import Network, example_inputs, load_network
-from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.zoo import zoo_entry
-from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.config import Objective, TuneConfig
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 from cdmpp.tuner.measure import device_of_this_machine
-from cdmpp.tuner.objective import Objective
-from cdmpp.tuner.store import json_database
+from cdmpp.tuner.results import json_database
 from cdmpp.tuner.tuning import tune_tasks
 
 DEVICE = "this-cpu@1"

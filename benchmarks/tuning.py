@@ -40,12 +40,11 @@ from cdmpp.errors import ProgramError
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.predictor import load_predictor
 from cdmpp.profiler.engine import BuildJob
-from cdmpp.program.tasks import extract_tasks
+from cdmpp.program.network import extract_tasks
 from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import TaskTuner
-from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.config import Curve, Objective, Point, TuneConfig
 from cdmpp.tuner.measure import device_of_this_machine, make_engine
-from cdmpp.tuner.objective import Curve, Objective, Point
 from cdmpp.tuner.tuning import tune_tasks
 
 NETWORKS = ("densenet121", "gcn", "inception_v3", "vgg16")

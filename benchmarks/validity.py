@@ -7,7 +7,7 @@ The space is Kernel Tuner's 2-D convolution (4096 x 4096, filter 15 x 15), every
 2080 Ti and on an RTX 3060 laptop: 6,768 configurations, some 22 % of which fail, which costs as much as another measurement.
 
 The search is the tuner's own, with rounds of 16 measurements, at first of random configurations. Its cost model
-(:class:`cdmpp.tuner.learning.OnlineModel` beside the analytical estimate, no predictor) learns from every round; an
+(:class:`cdmpp.tuner.cost_model.OnlineModel` beside the analytical estimate, no predictor) learns from every round; an
 evolutionary search over the parameters (population 256, 3 generations) proposes by it; 5 % of the candidates are random.
 Failures are not measured again, but nothing is learned from them (``plain``). With ``initial``, the first 16 are likely valid
 and represent the space (k-means on pooled AST features); with ``skip``, candidates that are likely invalid are skipped
@@ -41,7 +41,7 @@ from cdmpp.device import get_device
 from cdmpp.predictor.data import collect_asts
 from cdmpp.program.ast import CompactAST
 from cdmpp.tuner import validity
-from cdmpp.tuner.learning import AnalyticalPrior, OnlineModel
+from cdmpp.tuner.cost_model import AnalyticalPrior, OnlineModel
 from cdmpp.tuner.validity import ValidityModel
 
 KERNEL = "convolution"

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from cdmpp.predictor.predictor import predict
     from cdmpp.profiler.session import ProfileConfig, profile
     from cdmpp.program.ast import CompactAST, compact_ast
-    from cdmpp.program.network import Network, load_network
+    from cdmpp.program.network import Network, extract_tasks, load_network
     from cdmpp.program.space import sample_programs
-    from cdmpp.program.tasks import extract_tasks
     from cdmpp.program.types import Program, Space, Task
 
 __version__ = "0.1.0"
@@ -39,7 +38,7 @@ _HOME = {
     "Task": "cdmpp.program.types",
     "compact_ast": "cdmpp.program.ast",
     "evaluate": "cdmpp.predictor",
-    "extract_tasks": "cdmpp.program.tasks",
+    "extract_tasks": "cdmpp.program.network",
     "get_device": "cdmpp.device",
     "load_datasets": "cdmpp.dataset",
     "load_network": "cdmpp.program.network",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cdmpp.device.detect import ROOT_VARIABLE
+from cdmpp.device.table import ROOT_VARIABLE
 from tests.machines import MACHINES, write_machine
 
 if TYPE_CHECKING:

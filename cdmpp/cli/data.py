@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import Namespace, Parser, Verbs, add, hide
-from cdmpp.cli.render import Bar, counts_text, number, percent, say, show_table, warn
+from cdmpp.cli.options import (
+    Bar,
+    Namespace,
+    Parser,
+    Verbs,
+    add,
+    counts_text,
+    hide,
+    number,
+    percent,
+    say,
+    show_table,
+    warn,
+)
 from cdmpp.errors import CdmppError
 
 if TYPE_CHECKING:

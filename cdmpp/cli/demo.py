@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from cdmpp.cli.learn import show_noise, show_scores
-from cdmpp.cli.render import Bar
+from cdmpp.cli.options import Bar
 from cdmpp.dataset import load_datasets
 from cdmpp.dataset.codegen import collect_codegen
 from cdmpp.device import Device, get_device

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import Namespace, Parser, Verbs, add
-from cdmpp.cli.render import Bar, number, percent, say, show_table
+from cdmpp.cli.options import Bar, Namespace, Parser, Verbs, add, number, percent, say, show_table
 from cdmpp.errors import CdmppError, reason
 
 if TYPE_CHECKING:

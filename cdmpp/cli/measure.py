@@ -7,8 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import NETWORKS, Namespace, Parser, Verbs, add, add_settings, networks_of, settings
-from cdmpp.cli.render import Bar, counts_text, say
+from cdmpp.cli.options import (
+    NETWORKS,
+    Bar,
+    Namespace,
+    Parser,
+    Verbs,
+    add,
+    add_settings,
+    counts_text,
+    networks_of,
+    say,
+    settings,
+)
 from cdmpp.errors import ProfilerError
 
 if TYPE_CHECKING:

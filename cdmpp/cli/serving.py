@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import Namespace, Parser, add
-from cdmpp.cli.render import interval_text, number, percent, say, show_table, warn
+from cdmpp.cli.options import Namespace, Parser, add, interval_text, number, percent, say, show_table, warn
 from cdmpp.files import seconds_text
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add, add_settings, hide, settings
-from cdmpp.cli.render import Bar, say, show_table
+from cdmpp.cli.options import NETWORK, Bar, Namespace, Parser, Verbs, add, add_settings, hide, say, settings, show_table
 from cdmpp.errors import TunerError
 from cdmpp.tuner import Objective, TuneConfig
 
@@ -55,7 +54,7 @@ def _tune(args: Namespace, console: Console, errors: Console) -> Any:
     if len(devices) == 1:
         return _tune_at(devices[0], Path(args.out), args, console, errors).to_json()
     from cdmpp.tuner.measure import device_of_this_machine
-    from cdmpp.tuner.store import check_folder
+    from cdmpp.tuner.results import check_folder
 
     folders = {device: Path(args.out) / f"share-{device.partition('@')[2]}" for device in devices}
     for device, folder in folders.items():  # all of them before hours are spent on the first

@@ -7,8 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import NETWORK, Namespace, Parser, Verbs, add
-from cdmpp.cli.render import Bar, interval_text, number, percent, say, show_table, warn
+from cdmpp.cli.options import (
+    NETWORK,
+    Bar,
+    Namespace,
+    Parser,
+    Verbs,
+    add,
+    interval_text,
+    number,
+    percent,
+    say,
+    show_table,
+    warn,
+)
 from cdmpp.errors import CdmppError, UnknownDeviceError
 from cdmpp.files import seconds_text
 

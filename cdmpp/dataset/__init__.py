@@ -6,22 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cdmpp.dataset.labels import noise_floor_mape
-    from cdmpp.dataset.record import Record
-    from cdmpp.dataset.schema import SCHEMA_VERSION
+    from cdmpp.dataset.record import SCHEMA_VERSION, Record
     from cdmpp.dataset.split import Split
     from cdmpp.dataset.store import Dataset, load_datasets
-    from cdmpp.dataset.view import DatasetView
+    from cdmpp.dataset.view import DatasetView, noise_floor_mape
 
-#: Imported when first used: all but :class:`Record` need pandas.
+#: Imported when first used: they need pandas.
 _HOME = {
-    "SCHEMA_VERSION": "schema",
+    "SCHEMA_VERSION": "record",
     "Dataset": "store",
     "DatasetView": "view",
     "Record": "record",
     "Split": "split",
     "load_datasets": "store",
-    "noise_floor_mape": "labels",
+    "noise_floor_mape": "view",
 }
 
 __all__ = [*sorted(_HOME)]

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cdmpp.dataset.schema import read_parquet, write_parquet
+from cdmpp.dataset.record import read_parquet, write_parquet
 from cdmpp.dataset.store import load_datasets
 from cdmpp.device import Device
 from cdmpp.errors import CdmppError, DatasetError

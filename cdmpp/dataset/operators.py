@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from cdmpp.dataset.schema import META_FILE
+from cdmpp.dataset.record import META_FILE
 from cdmpp.errors import DatasetError, raised_as, reason
 from cdmpp.files import replacing, write_text
 from cdmpp.program.operators import COLUMNS, SIZES, operator_table

@@ -38,7 +38,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.dataset.labels import label_fingerprint
+from cdmpp.dataset.view import label_fingerprint
 from cdmpp.device import get_device
 from cdmpp.errors import SplitError, UnknownDeviceError
 
@@ -77,7 +77,7 @@ class Split:
     ``spec`` makes the same split again, choices spelt out. ``held_out`` are networks (``by_network``) or devices
     (``by_device``), ``allowed_tasks`` those whose labels on held-out devices may train. Programs of ``adapt`` are held out as
     well and may be looked at, but not their labels (domain adaptation), and none is in test: compare models with and without on
-    the same split. ``fingerprint`` is that of the label table (:func:`cdmpp.dataset.labels.label_fingerprint`).
+    the same split. ``fingerprint`` is that of the label table (:func:`cdmpp.dataset.view.label_fingerprint`).
     """
 
     kind: str

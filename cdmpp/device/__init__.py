@@ -1,7 +1,6 @@
 """Devices: what they are called, what is known about them, and what this machine is."""
 
-from cdmpp.device.features import DEVICE_FEATURES, GENERAL_DEVICE_FEATURES, device_features
-from cdmpp.device.spec import Device
+from cdmpp.device.spec import DEVICE_FEATURES, GENERAL_DEVICE_FEATURES, Device, device_features
 from cdmpp.device.table import DeviceTable, add_device_file, detect, detect_gpus, get_device, known_devices, load_table
 
 __all__ = [

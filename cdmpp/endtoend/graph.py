@@ -10,11 +10,9 @@ from typing import Any
 
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, NetworkError
-from cdmpp.program.fusion import VIEWS, FusedNetwork, callee, fuse
+from cdmpp.program import import_tvm, quiet
 from cdmpp.program.graph import FOLDER, GraphNode, NetworkGraph, load_graph, network_graph
-from cdmpp.program.network import Network, load_network
-from cdmpp.program.tasks import tasks_of
-from cdmpp.program.tvm_env import import_tvm, quiet
+from cdmpp.program.network import VIEWS, FusedNetwork, Network, callee, fuse, load_network, tasks_of
 from cdmpp.program.types import Task
 
 
@@ -67,7 +65,8 @@ def graph_of_fused(fused: FusedNetwork, name: str) -> NetworkTasks:
     """A node for every call in ``main``, in the order of execution, named after the function that it calls.
 
     Further calls of a function are numbered. Nothing waits for inputs and weights. Reshapes are views. Functions that are no
-    task (:func:`cdmpp.program.tasks.task_from_prim_func`), operators that did not become TIR, and branches are ``unknown``."""
+    task (:func:`cdmpp.program.network.task_from_prim_func`), operators that did not become TIR, and branches are
+    ``unknown``."""
     from tvm import relax
 
     tasks = tasks_of(fused, name)

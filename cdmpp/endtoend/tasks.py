@@ -18,13 +18,12 @@ from cdmpp.predictor import Predictor
 from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence
 from cdmpp.predictor.predictor import COVERAGE, Pairs, prediction_note, seconds_interval
 from cdmpp.profiler.core_rates import with_known_clock
+from cdmpp.program import import_tvm, quiet
 from cdmpp.program.ast import CompactAST, compact_asts
-from cdmpp.program.network import Network, load_network
+from cdmpp.program.network import Network, extract_tasks, load_network
 from cdmpp.program.space import TaskSpaces
-from cdmpp.program.tasks import extract_tasks
-from cdmpp.program.tvm_env import import_tvm, quiet
 from cdmpp.program.types import Task
-from cdmpp.tuner.store import RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
+from cdmpp.tuner.results import RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
 
 #: The unscheduled PrimFunc. LLVM compiles its loops as they are; on a GPU it stands for what a vendor library runs.
 UNTUNED = "untuned"

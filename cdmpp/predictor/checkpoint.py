@@ -19,11 +19,10 @@ from cdmpp.device import DEVICE_FEATURES, Device
 from cdmpp.errors import FeatureMismatchError, PredictorError, raised_as, reason
 from cdmpp.files import parse_json, read_json, replacing, write_text
 from cdmpp.predictor.config import ModelConfig
-from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.encoding import Correction, FeatureEncoder, transform_from_json
 from cdmpp.predictor.evidence import DeviceScaling
 from cdmpp.predictor.network import LatencyNetwork
 from cdmpp.predictor.pair_features import CODE_FEATURES, LOOP_CODE_FEATURES, PAIR_FEATURES
-from cdmpp.predictor.transforms import Correction, transform_from_json
 from cdmpp.predictor.uncertainty import Calibration, Familiarity
 from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 from cdmpp.program.codegen import COUNTING_VERSION

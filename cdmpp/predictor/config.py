@@ -70,10 +70,10 @@ class EncoderConfig(_Section):
 
 
 class LabelConfig(_Section):
-    """Label transform, see :mod:`cdmpp.predictor.transforms`.
+    """Label transform, see :mod:`cdmpp.predictor.encoding`.
 
     ``relative_to`` is what latencies are divided by before: the ``roofline`` of the program on the device or an
-    analytical ``estimate`` (:mod:`cdmpp.predictor.roofline`), so that the network predicts an efficiency.
+    analytical ``estimate`` (:mod:`cdmpp.predictor.pair_features`), so that the network predicts an efficiency.
     """
 
     transform: Literal["box-cox", "log"] = "box-cox"

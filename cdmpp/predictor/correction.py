@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.transforms import Correction
+from cdmpp.predictor.encoding import Correction
 
 FloatArray = NDArray[np.float64]
 

@@ -19,8 +19,7 @@ from cdmpp.device import Device, device_features
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
 from cdmpp.files import cache_file
 from cdmpp.predictor.config import DataConfig
-from cdmpp.predictor.pair_features import CodeRows, code_rows, pair_rows
-from cdmpp.predictor.roofline import references_s
+from cdmpp.predictor.pair_features import CodeRows, code_rows, pair_rows, references_s
 from cdmpp.program.ast import CompactAST, compact_asts
 from cdmpp.program.ast.store import load_asts, save_asts
 from cdmpp.program.codegen import CODEGEN_FEATURES
@@ -44,7 +43,7 @@ CountCallback = Callable[[int, int], None]
 class TrainingData:
     """Labelled (program, device) pairs and what describes their programs and devices.
 
-    ``labels`` has one row per pair, columns :data:`cdmpp.dataset.labels.LABEL_COLUMNS`, index 0..n-1; ``asts`` (by hash) and
+    ``labels`` has one row per pair, columns :data:`cdmpp.dataset.view.LABEL_COLUMNS`, index 0..n-1; ``asts`` (by hash) and
     ``devices`` (by name) are of all of these. ``networks`` are those that a task (hash) occurs in, ``families`` those of
     networks, as far as known. ``view`` is the dataset behind it; None for data made otherwise. ``codegen`` are instruction
     counts, as :func:`cdmpp.dataset.codegen.load_codegen` gives them, of the programs that have some.
@@ -67,7 +66,7 @@ class TrainingData:
         return self.labels["latency_s"].to_numpy(dtype=np.float64)
 
     def reference_s(self, kind: str, rows: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-        """:func:`cdmpp.predictor.roofline.references_s` of these rows of the label table (None: all), seconds (n,)."""
+        """:func:`cdmpp.predictor.pair_features.references_s` of these rows of the label table (None: all), seconds (n,)."""
         asts, devices, program, device = self.numbered_pairs()
         chosen = slice(None) if rows is None else rows
         return references_s(kind, [asts[i] for i in program[chosen]], devices, device[chosen])

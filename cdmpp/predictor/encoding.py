@@ -1,19 +1,30 @@
-"""From raw feature values to what the network sees: signed logarithm, standardisation, clipping, fitted on training data
-alone."""
+"""What the network sees, and says: features, labels, and batches of programs on devices.
+
+Features go from raw values by a signed logarithm and standardisation, clipped; labels from latency in seconds to the scale that
+the network predicts, and back. Both are fitted on training data alone; the inverse of a label is clamped to a wide range around
+those of the training, as that of Box-Cox is undefined beyond ``-1 / lambda``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from numpy.typing import ArrayLike, NDArray
 
 from cdmpp.device import GENERAL_DEVICE_FEATURES
-from cdmpp.errors import FeatureMismatchError, PredictorError
+from cdmpp.errors import FeatureMismatchError, LabelError, PredictorError
 from cdmpp.predictor.pair_features import TIME_PARTS, CodeRows
+from cdmpp.program.ast import CompactAST
 from cdmpp.program.codegen import LOOPS
+
+if TYPE_CHECKING:
+    import torch
+
 
 FloatArray = NDArray[np.float32]
 
@@ -192,3 +203,402 @@ def _check_finite(leaves: NDArray[Any]) -> None:
     if bad.any():
         row, column = np.argwhere(bad)[0]
         raise PredictorError(f"{int(bad.sum())} leaf features are not finite, the first in row {row}, column {column}")
+
+
+#: Names of the transforms.
+KINDS: tuple[str, ...] = ("box-cox", "log")
+
+#: Predictions may leave the range of the training labels by this factor on either side.
+RANGE_FACTOR = 1e3
+
+#: ``|lambda * log(latency / scale)|`` is kept below the first number for training labels and below the second
+#: for the range of the inverse: beyond, Box-Cox saturates and its inverse amplifies rounding without bound.
+_SATURATION = (4.0, 5.0)
+
+#: Box-Cox exponents closer to zero than this are treated as the logarithm, its limit.
+_LOG_LAMBDA = 1e-6
+
+
+@dataclass(frozen=True)
+class LabelTransform:
+    """An invertible, increasing, standardised map of ``latency / reference``, of one of :data:`KINDS`.
+
+    ``box-cox`` is ``((y / scale)**lambda - 1) / lambda`` (CDMPP's label normalisation), with the geometric mean of the training
+    labels as ``scale``, which keeps microseconds and seconds well conditioned; ``log`` is its limit for ``lambda = 0``, with a
+    scale of 1. ``mean`` and ``std`` are of the unstandardised transformed training labels; ``log_low`` and ``log_high`` the
+    natural logarithm of the smallest and largest ratio the inverse returns. ``relative_to`` is what latencies are divided by
+    first: a per-program reference (a key of :data:`cdmpp.predictor.pair_features.REFERENCES`), which every method then needs as
+    ``reference_s`` (PredictorError without it); "" for nothing.
+    """
+
+    kind: str
+    mean: float
+    std: float
+    log_low: float
+    log_high: float
+    relative_to: str = ""
+    lambda_: float = 0.0
+    log_scale: float = 0.0
+
+    @property
+    def relative(self) -> bool:
+        """Whether latencies are divided by a reference."""
+        return bool(self.relative_to)
+
+    def forward(self, latency_s: ArrayLike, reference_s: ArrayLike | None = None) -> NDArray[np.float64]:
+        """Seconds -> standardised label, same shape. LabelError for a latency that is not finite and > 0."""
+        log_ratio = np.log(_checked(latency_s, "latency")) - self._log_reference(reference_s)
+        return (self._raw(log_ratio) - self.mean) / self.std
+
+    def inverse(self, label: ArrayLike, reference_s: ArrayLike | None = None) -> NDArray[np.float64]:
+        """Standardised label -> seconds, same shape, always finite and > 0 (NaN labels stay NaN)."""
+        low, high = self._raw(np.asarray([self.log_low, self.log_high]))
+        raw = np.clip(np.asarray(label, dtype=np.float64) * self.std + self.mean, low, high)
+        log_ratio = np.asarray(self._log_of_raw(raw))
+        return np.exp(log_ratio + self._log_reference(reference_s))
+
+    def log_inverse(self, label: torch.Tensor, log_reference: torch.Tensor | None = None) -> torch.Tensor:
+        """Standardised label -> log seconds, differentiable inside the clamped range."""
+        low, high = self._raw(np.asarray([self.log_low, self.log_high]))
+        # a hair inside, so that rounding to single precision never leaves the domain
+        margin = 1e-5 * (high - low)
+        log_ratio = self._log_of_raw((label * self.std + self.mean).clamp(low + margin, high - margin))
+        return log_ratio + self._given(log_reference) if self.relative else log_ratio
+
+    def to_json(self) -> dict[str, Any]:
+        """State as JSON values."""
+        state = {"kind": self.kind, "mean": self.mean, "std": self.std, "relative_to": self.relative_to}
+        state.update(log_low=self.log_low, log_high=self.log_high)
+        return state if self.kind == "log" else {**state, "lambda": self.lambda_, "log_scale": self.log_scale}
+
+    def _raw(self, log_ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Log ratio -> unstandardised transformed label."""
+        centred = log_ratio - self.log_scale
+        if abs(self.lambda_) < _LOG_LAMBDA:
+            return centred
+        return np.expm1(self.lambda_ * centred) / self.lambda_
+
+    def _log_of_raw(self, raw: Any) -> Any:
+        """Inverse of :meth:`_raw` on its clamped range; array or tensor."""
+        if abs(self.lambda_) < _LOG_LAMBDA:
+            return raw + self.log_scale
+        log1p = np.log1p if isinstance(raw, np.ndarray) else type(raw).log1p
+        return log1p(raw * self.lambda_) / self.lambda_ + self.log_scale
+
+    def _log_reference(self, reference_s: ArrayLike | None) -> NDArray[np.float64] | float:
+        return np.log(_checked(self._given(reference_s), "reference")) if self.relative else 0.0
+
+    def _given(self, reference: Any) -> Any:
+        if reference is None:
+            raise PredictorError("this label transform is relative: a reference per program is needed")
+        return reference
+
+
+def fit_transform(
+    kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None, relative_to: str = "reference"
+) -> LabelTransform:
+    """Fit to training labels in seconds (n,), relative to references in seconds (n,) of that name where they are given;
+    Box-Cox's lambda by maximum likelihood. LabelError: no labels, or one that is not finite and positive; PredictorError:
+    unknown kind."""
+    log_ratio = np.log(_checked(latency_s, "latency"))
+    if reference_s is not None:
+        log_ratio = log_ratio - np.log(_checked(reference_s, "reference"))
+    if log_ratio.size == 0:
+        raise LabelError("a label transform needs at least one training label")
+    _check_kind(kind)
+    low = float(log_ratio.min()) - math.log(RANGE_FACTOR)
+    high = float(log_ratio.max()) + math.log(RANGE_FACTOR)
+    log_scale = float(log_ratio.mean()) if kind == "box-cox" else 0.0
+    lambda_ = 0.0
+    if kind == "box-cox" and np.ptp(log_ratio) > 1e-9:
+        from sklearn.preprocessing import PowerTransformer
+
+        fitted = PowerTransformer(method="box-cox", standardize=False).fit(np.exp(log_ratio - log_scale)[:, None])
+        limit = _SATURATION[0] / float(np.abs(log_ratio - log_scale).max())
+        lambda_ = float(np.clip(fitted.lambdas_[0], -limit, limit))
+        if abs(lambda_) >= _LOG_LAMBDA:
+            reach = _SATURATION[1] / abs(lambda_)
+            low, high = max(low, log_scale - reach), min(high, log_scale + reach)
+    relative = relative_to if reference_s is not None else ""
+    unscaled = LabelTransform(kind, 0.0, 1.0, low, high, relative, lambda_, log_scale)
+    raw = unscaled._raw(log_ratio)
+    std = float(raw.std())
+    return replace(unscaled, mean=float(raw.mean()), std=std if std > 1e-9 else 1.0)
+
+
+def transform_from_json(state: dict[str, Any]) -> LabelTransform:
+    """Rebuild a transform from :meth:`LabelTransform.to_json`; PredictorError of an unknown kind, KeyError, TypeError or
+    ValueError if the state is not one."""
+    _check_kind(kind := state["kind"])
+    values = {name: float(state[name]) for name in ("mean", "std", "log_low", "log_high")}
+    if kind == "box-cox":
+        values.update(lambda_=float(state["lambda"]), log_scale=float(state["log_scale"]))
+    return LabelTransform(kind, relative_to=str(state["relative_to"]), **values)
+
+
+def _check_kind(kind: Any) -> None:
+    if kind not in KINDS:
+        raise PredictorError(f"unknown label transform '{kind}' (known: {', '.join(KINDS)})")
+
+
+def _checked(values: ArrayLike, what: str) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    bad = ~(np.isfinite(array) & (array > 0))
+    if bad.any():
+        first = np.argwhere(np.atleast_1d(bad))[0].tolist()
+        raise LabelError(f"every {what} must be finite and above 0 s; {int(bad.sum())} are not, the first at {first}")
+    return array
+
+
+#: Kinds of corrections: of predictions from ASTs, and of those with instruction counts.
+AST, COMPILED = "ast", "compiled"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What is added to the logarithm of predictions on a device: ``constant``, and ``weights`` (d,) of inputs less ``mean``
+    (d,), between ``low`` and ``high``, where the parts of the measured programs were."""
+
+    constant: float
+    mean: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, constant: float, width: int) -> Correction:
+        """The same for all programs, whose inputs are so wide."""
+        return cls(constant, np.zeros(width), np.zeros(width), 0.0, 0.0)
+
+    def logs(self, inputs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """To be added for programs with these inputs (n, d), (n,)."""
+        return self.constant + np.clip((inputs - self.mean) @ self.weights, self.low, self.high)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            name: [float(f"{v:.6g}") for v in value] if isinstance(value, np.ndarray) else value
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Correction:
+        """Back from :meth:`to_json` (ValueError: numbers that are not finite, or do not belong together)."""
+        made = cls(**{**state, **{name: np.asarray(state[name], dtype=np.float64) for name in ("mean", "weights")}})
+        if not all(np.isfinite(value).all() for value in vars(made).values()) or made.mean.shape != made.weights.shape:
+            raise ValueError("a correction must be finite, with as many weights as means")
+        return made
+
+
+#: Shuffled rows are sorted by length inside windows of this many batches.
+_BUCKET_BATCHES = 16
+
+IntArray = NDArray[np.int64]
+
+
+class PaddedBatch(NamedTuple):
+    """A batch of programs: leaves float32 (batch, length, features), pre-order node positions int64 (batch, length), and
+    padding bool (batch, length), True where there is no leaf; leaves and positions are 0 there."""
+
+    leaves: torch.Tensor
+    positions: torch.Tensor
+    padding: torch.Tensor
+
+    def to(self, device: torch.device) -> PaddedBatch:
+        """The batch on another torch device."""
+        return PaddedBatch(*(part.to(device) for part in self))
+
+
+class Context(NamedTuple):
+    """What the network takes besides the programs, one row each, float32: encoded ``device`` (batch, device_dim) and ``pair``
+    (batch, pair_dim, :mod:`cdmpp.predictor.pair_features`), and ``code`` (batch, code_dim) as of
+    :meth:`~cdmpp.predictor.encoding.FeatureEncoder.encode_codes`; zeros where ``has_code``, bool (batch,), is not set."""
+
+    device: torch.Tensor
+    pair: torch.Tensor
+    code: torch.Tensor
+    has_code: torch.Tensor
+
+    @classmethod
+    def of_devices(cls, device: torch.Tensor) -> Context:
+        """Devices alone, float32 (batch, device_dim), for a network that takes neither pairs nor code."""
+        nothing = device.new_zeros(len(device), 0)
+        return cls(device, nothing, nothing, torch.zeros(len(device), dtype=torch.bool, device=device.device))
+
+    def take(self, rows: torch.Tensor) -> Context:
+        """The rows with these numbers, int64, or where True, bool (batch,)."""
+        return Context(*(part[rows] for part in self))
+
+    def to(self, where: torch.device) -> Context:
+        """The same on another torch device."""
+        return Context(*(part.to(where) for part in self))
+
+
+@dataclass(frozen=True)
+class PackedPrograms:
+    """Encoded leaves of many programs: float32 (total leaves, features), positions int64 (total leaves,), and offsets int64
+    (programs + 1,): program i owns leaves ``offsets[i]:offsets[i + 1]``."""
+
+    leaves: torch.Tensor
+    positions: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def pack(cls, asts: Sequence[CompactAST], encoder: FeatureEncoder) -> PackedPrograms:
+        """Encode and concatenate; every AST has at least one leaf."""
+        offsets = np.cumsum([0, *(ast.n_leaves for ast in asts)], dtype=np.int64)
+        leaves = np.concatenate([ast.leaves for ast in asts]) if asts else np.zeros((0, encoder.leaf_dim), np.float32)
+        positions = np.concatenate([np.zeros(0, np.int64), *(ast.positions for ast in asts)])
+        return cls(*map(torch.from_numpy, (encoder.encode_leaves(leaves), positions, offsets)))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> IntArray:
+        """Leaves of each program, shape (programs,)."""
+        return np.diff(self.offsets.numpy())
+
+    def batch(self, programs: IntArray) -> PaddedBatch:
+        """Pad the programs with these numbers, shape (batch,), to the longest of them."""
+        rows = torch.from_numpy(np.asarray(programs, dtype=np.int64))
+        start = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - start
+        step = torch.arange(int(lengths.max()))
+        padding = step[None, :] >= lengths[:, None]
+        index = torch.where(padding, start[:, None], start[:, None] + step[None, :])
+        leaves = self.leaves[index].masked_fill(padding[:, :, None], 0.0)
+        return PaddedBatch(leaves, self.positions[index].masked_fill(padding, 0), padding)
+
+
+@dataclass(frozen=True)
+class GeneralInputs:
+    """What the network is given of m devices as if they had not been in training: encoded devices float32 (m, device_dim),
+    of a CPU all that is known; and ``pair_keep`` float32 (m, pair_dim), 1 for pair features that are given of programs on
+    the device, 0 for others."""
+
+    device_rows: torch.Tensor
+    pair_keep: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PairArrays:
+    """n (program, device) pairs: numbers of the program and of the row of ``device_rows``, float32 (devices, device_dim),
+    encoded; ``pair``, ``code`` and ``has_code`` as of :class:`Context`; ``general`` where the network is to learn to do
+    with less (``model.general_part``)."""
+
+    packed: PackedPrograms
+    device_rows: torch.Tensor
+    program: NDArray[np.int64]
+    device: NDArray[np.int64]
+    pair: torch.Tensor
+    code: torch.Tensor
+    has_code: torch.Tensor
+    general: GeneralInputs | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def encode(
+        cls,
+        encoder: FeatureEncoder,
+        asts: Sequence[CompactAST],
+        device_rows: NDArray[np.float32],
+        program: NDArray[np.int64],
+        device: NDArray[np.int64],
+        pair: NDArray[np.float64] | None,
+        code: CodeRows | None,
+    ) -> PairArrays:
+        """Of programs, devices that are encoded already, raw pair features (n, n_pair_features) and compiled code; None for
+        what the encoder does not take or is not known."""
+        n = len(program)
+        pairs = np.zeros((n, 0), np.float32) if pair is None or encoder.pair is None else encoder.pair.transform(pair)
+        codes, known = np.zeros((n, encoder.code_dim), np.float32), np.zeros(n, bool)
+        if code is not None:
+            codes, known = encoder.encode_codes(code)
+        parts = map(torch.from_numpy, (pairs, codes, known))
+        packed = PackedPrograms.pack(asts, encoder)
+        return PairArrays(packed, torch.from_numpy(device_rows), program, device, *parts)
+
+    def __len__(self) -> int:
+        return len(self.program)
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Of an encoded leaf, device, pair and code."""
+        parts = (self.packed.leaves, self.device_rows, self.pair, self.code)
+        leaf, device, pair, code = (part.shape[1] for part in parts)
+        return leaf, device, pair, code
+
+    @property
+    def leaves(self) -> torch.Tensor:
+        """Encoded leaves of the programs of these pairs, each program's once, float32 (leaves, leaf_dim)."""
+        of_program = np.repeat(np.arange(len(self.packed)), self.packed.lengths)
+        return self.packed.leaves[torch.from_numpy(np.isin(of_program, self.program))]
+
+    def batch(
+        self, rows: NDArray[np.int64], where: torch.device, unseen: NDArray[np.bool_] | None = None
+    ) -> tuple[PaddedBatch, Context]:
+        """What the network takes of the pairs with these numbers, on a torch device; of the ``unseen``, bool (n,), as if their
+        devices were not in training."""
+        return self.packed.batch(self.program[rows]).to(where), self.context(rows, where, unseen)
+
+    def context(self, rows: NDArray[np.int64], where: torch.device, unseen: NDArray[np.bool_] | None = None) -> Context:
+        """The second part of :meth:`batch`."""
+        index = torch.from_numpy(rows)
+        number = torch.from_numpy(self.device[rows])
+        device, pair = self.device_rows[number], self.pair[index]
+        if unseen is not None and self.general is not None:
+            chosen = torch.from_numpy(unseen)[:, None]
+            device = torch.where(chosen, self.general.device_rows[number], device)
+            pair = torch.where(chosen, pair * self.general.pair_keep[number], pair)
+        return Context(device, pair, self.code[index], self.has_code[index]).to(where)
+
+    def without_code(self) -> Self:
+        """The same pairs, of whose compiled code nothing is known."""
+        return replace(self, code=torch.zeros_like(self.code), has_code=torch.zeros_like(self.has_code))
+
+    def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
+        """The pairs with these numbers, without labels; programs and devices are shared."""
+        parts = {name: getattr(self, name)[rows] for name in ("program", "device", "pair", "code", "has_code")}
+        return PairArrays(self.packed, self.device_rows, **parts, general=self.general)
+
+
+@dataclass(frozen=True)
+class LabelledArrays(PairArrays):
+    """Labelled pairs: ``latency_s`` float64 (n,), ``reference_s`` where labels are relative to it, ``group`` int64
+    (n,), equal where task and device are (for the ranking loss), and ``codegen``, instruction counts, float32 (n,
+    len(CODEGEN_FEATURES)), NaN for none."""
+
+    latency_s: NDArray[np.float64]
+    reference_s: NDArray[np.float64] | None = None
+    group: NDArray[np.int64] | None = None
+    codegen: NDArray[np.float32] | None = None
+
+    def take(self, rows: NDArray[np.int64]) -> LabelledArrays:
+        """The pairs with these numbers; programs and devices are shared."""
+        shared = ("packed", "device_rows", "general")
+        every = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
+        return replace(self, **{name: values[rows] for name, values in every.items() if values is not None})
+
+
+def training_batches(lengths: IntArray, batch_size: int, rng: np.random.Generator) -> list[IntArray]:
+    """Split ``range(len(lengths))`` into shuffled batches whose members have similar lengths."""
+    order = rng.permutation(len(lengths))
+    window = batch_size * _BUCKET_BATCHES
+    batches: list[IntArray] = []
+    for begin in range(0, len(order), window):
+        chunk = order[begin : begin + window]
+        chunk = chunk[np.argsort(lengths[chunk], kind="stable")]
+        batches.extend(chunk[i : i + batch_size] for i in range(0, len(chunk), batch_size))
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def inference_batches(lengths: IntArray, batch_size: int, max_leaves: int = 65536) -> Iterator[IntArray]:
+    """Split ``range(len(lengths))`` in batches sorted by length, of ``max_leaves`` padded leaves at most."""
+    order = np.argsort(lengths, kind="stable")
+    begin = 0
+    while begin < len(order):
+        end = min(begin + batch_size, len(order))
+        while end - begin > 1 and (end - begin) * int(lengths[order[end - 1]]) > max_leaves:
+            end = begin + max(1, (end - begin) // 2)
+        yield order[begin:end]
+        begin = end

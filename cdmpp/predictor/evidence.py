@@ -6,7 +6,7 @@ operators from GPU to GPU so): of a program measured to take :math:`y_s` on devi
 
 .. math:: z_s = y_s\, (f_t / f_s)^{1 - c}\, (e_t / e_s)^{c}\, e^{b},
 
-with f the predictor's latency, e the analytical estimate (:func:`cdmpp.predictor.roofline.estimate_s`), and b what is left
+with f the predictor's latency, e the analytical estimate (:func:`cdmpp.predictor.pair_features.estimate_s`), and b what is left
 between the two devices on the whole. The answer is the geometric mean of :math:`f_t` and the :math:`z_s`, each weighted by the
 inverse square of its error: of :math:`f_t` the predictor's on validation records; of :math:`z_s` how far apart s and t were,
 with b and c of their own (:class:`DevicePair`), where validation records have programs on both; else in proportion to the

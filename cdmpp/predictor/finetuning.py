@@ -32,14 +32,13 @@ from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.config import Config, TrainConfig, dump_config
 from cdmpp.predictor.correction import Fit, fit_correction
 from cdmpp.predictor.data import TrainingData, gather, split_data, subset
-from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
+from cdmpp.predictor.encoding import AST, COMPILED, Correction, FeatureEncoder, signed_log1p
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
 from cdmpp.predictor.network import correction_inputs
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
 from cdmpp.predictor.trainer import ProgressCallback, Trainer
 from cdmpp.predictor.training import HISTORY_FILE, Fitted, calibrated, encode, recorder, training_summary
-from cdmpp.predictor.transforms import AST, COMPILED, Correction
 
 logger = logging.getLogger(__name__)
 

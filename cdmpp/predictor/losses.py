@@ -7,7 +7,7 @@ import math
 import torch
 
 from cdmpp.predictor.config import LossConfig
-from cdmpp.predictor.transforms import LabelTransform
+from cdmpp.predictor.encoding import LabelTransform
 
 
 def relative_error(log_predicted: torch.Tensor, log_target: torch.Tensor, cap: float) -> torch.Tensor:

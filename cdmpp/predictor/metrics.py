@@ -16,7 +16,7 @@
     minus one, averaged over those with at least two programs (for top 5: six). ``top1_regret_median`` is the median in place of
     the mean, ``top1_regret_of_32`` the median over those with at least 32 programs: choosing from few is easy.
 ``noise_floor_mape``
-    Expected MAPE of a perfect predictor: mean error floor of the labels (:mod:`cdmpp.dataset.labels`), or half of the mean
+    Expected MAPE of a perfect predictor: mean error floor of the labels (:mod:`cdmpp.dataset.view`), or half of the mean
     noise where error floors are not given.
 
 A metric that is not defined on the records (no pair, no noise figure) is None.

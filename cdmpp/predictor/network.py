@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch, PairArrays, inference_batches
 from cdmpp.predictor.config import ModelConfig
+from cdmpp.predictor.encoding import Context, LabelledArrays, PaddedBatch, PairArrays, inference_batches
 from cdmpp.predictor.pair_features import CODE_FEATURES, LOOP_CODE_FEATURES, TIME_PARTS
 from cdmpp.program.codegen import LOOPS, STATIC_FEATURES
 
@@ -167,7 +167,7 @@ class CompiledDecoder(nn.Module):
 
 class LatencyNetwork(nn.Module):
     """Leaves, positions, mask and device -> one standardised label a program. Takes the widths of an encoded leaf, and of
-    the parts of a :class:`~cdmpp.predictor.batching.Context`."""
+    the parts of a :class:`~cdmpp.predictor.encoding.Context`."""
 
     def __init__(
         self, config: ModelConfig, leaf_dim: int, device_dim: int, pair_dim: int = 0, code_dim: int = 0

@@ -26,6 +26,7 @@ from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import read_json, write_text
 from cdmpp.predictor.checkpoint import load_tensors, save_tensors
+from cdmpp.predictor.encoding import Correction
 from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, Mechanism, mechanism
 from cdmpp.predictor.solvers import (
     FRAMEWORK,
@@ -37,7 +38,6 @@ from cdmpp.predictor.solvers import (
     network_of,
     standardised,
 )
-from cdmpp.predictor.transforms import Correction
 from cdmpp.program.operators import ELEMENT_BYTES, OPERATORS, SIZES, WEIGHTS_ONLY, operator_table, operator_text
 
 FloatArray = NDArray[np.float64]

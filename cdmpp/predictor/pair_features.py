@@ -1,22 +1,336 @@
-"""What can be said of a program and a device together, as numbers for the network: how the one fills the other, from AST and
-specification; for compiled programs also how long loops take on the core (:mod:`cdmpp.program.codegen.loops`). A network that
-is to carry over to new devices should not have to learn from a handful of them how a product of matrices is cut into tiles for
-their cores (NeuSight, Lee et al., ASPLOS'25, section 4)."""
+"""What can be said of a program and a device together, without learning, from AST and specification.
+
+A lower bound and an analytical estimate of the latency are baselines, and the scale that labels are relative to: the network
+predicts how far a program stays behind (CDMPP predicts the time itself). As numbers for the network: how the one fills the
+other; for compiled programs also how long loops take on the core (:mod:`cdmpp.program.codegen.loops`). A network that is to
+carry over to new devices should not have to learn from a handful of them how a product of matrices is cut into tiles for their
+cores (NeuSight, Lee et al., ASPLOS'25, section 4).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.device import Device
-from cdmpp.predictor.roofline import ProgramView, estimate_s, peak_flops, power_headroom, roofline_s
-from cdmpp.program.ast import CompactAST
+from cdmpp.errors import PredictorError
+from cdmpp.program.ast import CAPACITIES, LEAF_FEATURES, N_LOOPS, N_SLOTS, SIMD_BYTES, SPECIAL, CompactAST, size_name
 from cdmpp.program.codegen import CACHE_KB, CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS
 
 FloatArray = NDArray[np.float64]
+
+#: No program takes less than this, whatever the bound says: the resolution of a kernel launch or function call.
+_MIN_S = 1e-8
+#: Cycles that a dependent floating-point operation waits for the one before: an addition as long as a multiply-add, so
+#: that a chain of sums takes the same time without fused multiply-adds (Fog, instruction tables: 4 for both on Skylake).
+_LATENCY_CYCLES = 4.0
+#: Operations of a GPU lane that an exponential, square root and the like takes.
+_SPECIAL_CYCLES = 12.0
+#: Cycles of the same on a CPU, where code calls the C library for one element at a time. Fitted: 3 to 12 rank alike.
+_CALL_CYCLES = 6.0
+#: Cycles of a square root, which is an instruction, of one element at a time (Fog: 3 to 5).
+_ROOT_CYCLES = 3.0
+#: Loads and stores a core starts per cycle.
+_MEMORY_PORTS = 2.0
+#: Instructions that wait in a core for their operands: dependent chains that are this short overlap.
+_WINDOW = 200.0
+#: Instructions a core starts per cycle.
+_ISSUE = 4.0
+#: Microarchitectures whose gathers microcode slows down against Gather Data Sampling (Intel, INTEL-SA-00828).
+SLOW_GATHER = frozenset({"skylake", "skylake-avx512", "coffeelake", "cometlake", "cascadelake", "icelake-server"})
+#: Cycles an element that a gather adds there. One takes 25, whatever its width (measured on a Cascade Lake at 2.5 GHz: 10 to
+#: 11 ns for 4, 8 and 16 elements). LLVM prefers those of 8, and makes some in half of the programs where
+#: :func:`_gathered` finds any (47 % of 24,001).
+_GATHER_CYCLES = 25 / 8 / 2
+#: Lanes of the narrowest gather of float32.
+_GATHER_LANES = 4.0
+#: Loops up to this extent LLVM unrolls before it vectorises, and then takes the loop around them. Fitted: 4 to 100 do alike.
+_UNROLLED_EXTENT = 16.0
+#: Bytes per cycle and core from the second and the third cache level.
+_L2_BYTES, _L3_BYTES = 32.0, 8.0
+#: Where a specification has a gap.
+_DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH_GB_S, _DEFAULT_PEAK_GFLOPS = 2000.0, 20.0, 50.0
+#: Microseconds of a GPU launch where the specification does not say.
+_GPU_LAUNCH_US = 4.0
+#: Watts for each GFLOP/s and nanometre of the process that sustain the float32 peak: those of a Tesla V100 for PCIe (250 W,
+#: 14,000 GFLOP/s, 12 nm), whose products of matrices run at its peak clock (Jia et al. 2018, Dissecting the NVIDIA Volta GPU
+#: architecture via microbenchmarking); a Tesla K40 (235 W, 5,040 GFLOP/s, 28 nm) would give 12 % more.
+_SUSTAINED_W = 250 / 14000 / 12
+#: Edge of a square output tile -> part of a core's peak that a product of matrices by such tiles reaches.
+_TILE_EFFICIENCY = {32: 0.4, 64: 0.7, 128: 0.9, 256: 0.95}
+
+_COLUMN = {name: i for i, name in enumerate(LEAF_FEATURES)}
+_EXTENT = [_COLUMN[f"loop{i}_extent"] for i in range(1, N_LOOPS + 1)]
+_REDUCTION = [_COLUMN[f"loop{i}_reduction"] for i in range(1, N_LOOPS + 1)]
+_FP_OPS = ("fadd", "fmul", "fma", "fdiv", "fminmax")
+
+
+def _column(leaves: NDArray[Any], name: str) -> FloatArray:
+    return np.asarray(leaves[:, _COLUMN[name]], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class ProgramView:
+    """Numbers of n programs, each float64 or bool (n,). The *main leaf* is the one with the most operations.
+
+    ``io_bytes`` are of inputs and outputs; what a program allocates in between may stay in a cache. Of the main leaf,
+    ``columns``, ``rows`` and ``batch`` are output loops (the innermost, the one around it, the product of the others; 1 where
+    there is none), ``depth`` is the product of its reduction loops, ``parallel`` its parallel iterations. ``blocks``,
+    ``threads`` and ``shared_bytes`` are of the largest GPU launch (1, 1 and 0 without). A program on a GPU that is not
+    ``scheduled_for_gpu`` is run by a library. A ``contraction`` is a sum of products: what matrix units do. A ``windowed``
+    program reduces over several loops, as a convolution does: libraries run one product of matrices over all output points.
+    """
+
+    flops: FloatArray
+    io_bytes: FloatArray
+    columns: FloatArray
+    rows: FloatArray
+    batch: FloatArray
+    depth: FloatArray
+    parallel: FloatArray
+    blocks: FloatArray
+    threads: FloatArray
+    shared_bytes: FloatArray
+    scheduled_for_gpu: NDArray[np.bool_]
+    contraction: NDArray[np.bool_]
+    windowed: NDArray[np.bool_]
+
+    @property
+    def outputs(self) -> FloatArray:
+        """Outputs of the main leaf."""
+        return self.columns * self.rows * self.batch
+
+    def tiles(self, edge: int) -> FloatArray:
+        """Square tiles of so many points an edge that cover the outputs."""
+        by_loops = np.ceil(self.columns / edge) * np.ceil(self.rows / edge) * self.batch
+        return np.where(self.windowed, np.ceil(self.outputs / edge**2), by_loops)
+
+    @classmethod
+    def of(cls, asts: Sequence[CompactAST]) -> ProgramView:
+        """Look at programs; each has at least one leaf."""
+        lengths = np.asarray([ast.n_leaves for ast in asts])
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+        leaves = np.concatenate([ast.leaves for ast in asts]) if len(asts) else np.zeros((0, len(LEAF_FEATURES)))
+
+        column = partial(_column, leaves)
+
+        def largest(name: str) -> FloatArray:
+            return np.maximum.reduceat(column(name), starts) if len(asts) else np.zeros(0)
+
+        owner = np.repeat(np.arange(len(asts)), lengths)
+        order = np.lexsort((column("iterations"), column("flops"), owner))
+        main = leaves[order[starts + lengths - 1]].astype(np.float64)
+        first = leaves[starts].astype(np.float64)
+        extent = np.maximum(main[:, _EXTENT], 1.0)
+        output = (main[:, _REDUCTION] == 0) & (extent > 1)
+        rank = np.cumsum(output, axis=1)
+        products = main[:, _COLUMN["op_fma"]] + main[:, _COLUMN["op_fmul"]]
+        depth = np.maximum(main[:, _COLUMN["reduction"]], 1.0)
+        blocks, threads = largest("block_idx"), largest("thread_idx")
+        bytes_ = first[:, _COLUMN["program_bytes"]] - first[:, _COLUMN["program_allocated"]]
+        return cls(
+            flops=first[:, _COLUMN["program_flops"]],
+            io_bytes=np.maximum(bytes_, main[:, _COLUMN["itemsize"]]),
+            columns=np.where(output & (rank == 1), extent, 1.0).prod(1),
+            rows=np.where(output & (rank == 2), extent, 1.0).prod(1),
+            batch=np.where(output & (rank > 2), extent, 1.0).prod(1),
+            depth=depth,
+            parallel=np.maximum(main[:, _COLUMN["parallel"]], 1.0),
+            blocks=np.maximum(blocks, 1.0),
+            threads=np.maximum(threads, 1.0),
+            shared_bytes=first[:, _COLUMN["program_shared"]],
+            scheduled_for_gpu=(blocks > 1) | (threads > 1),
+            contraction=(products > 0) & (depth > 1),
+            windowed=((main[:, _REDUCTION] > 0) & (extent > 1)).sum(1) > 1,
+        )
+
+    def take(self, numbers: NDArray[np.int64]) -> ProgramView:
+        """The programs with these numbers."""
+        return ProgramView(**{field.name: getattr(self, field.name)[numbers] for field in fields(self)})
+
+
+def roofline_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
+    """Lower bound of each program's latency on a device, float64 seconds (n,), by Williams et al. (CACM 2009): floating-point
+    operations over peak, or bytes of inputs and outputs over memory bandwidth, whichever is longer; plus the launch overhead,
+    where known. Bytes count only beyond the size of the last-level cache, as what fits may come from there."""
+    view = ProgramView.of(asts)
+    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
+    cache = 1024.0 * max(device.l3_kb or 0.0, device.l2_kb or 0.0)
+    beyond = np.maximum(0.0, view.io_bytes - cache)
+    launch = 1e-6 * (device.launch_overhead_us or 0.0)
+    compute = view.flops / peak_flops(view, device)
+    return np.maximum(np.maximum(compute, beyond / bandwidth) + launch, _MIN_S)
+
+
+def peak_flops(view: ProgramView, device: Device) -> FloatArray:
+    """float32 operations a second that the device could do of each program at most, (n,): those of its matrix units
+    where a GPU has such for float32 and a library runs a sum of products."""
+    peak = 1e9 * (device.peak_gflops.get("float32") or _DEFAULT_PEAK_GFLOPS)
+    matrix = 1e9 * device.peak_gflops.get("float32_matrix", 0.0)
+    by_library = (device.kind == "gpu") & ~view.scheduled_for_gpu & view.contraction
+    return np.where(by_library, max(peak, matrix), peak)
+
+
+def power_headroom(device: Device) -> float | None:
+    """Power limit over the power that all lanes need at their peak clock, where both are known; below 1 the clock falls under
+    load. The energy of an operation is taken to be proportional to the feature size of the process, from a device that sustains
+    its peak."""
+    peak = device.peak_gflops.get("float32")
+    if not peak or not device.tdp_w or not device.process_nm:
+        return None
+    return device.tdp_w / (peak * device.process_nm) / _SUSTAINED_W
+
+
+def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
+    """Analytical estimate of each program's latency on a device, float64 seconds (n,).
+
+    On a CPU, and for a program that was scheduled for a GPU, the sum over its leaves. A leaf takes as long as its slowest
+    resource in the core (arithmetic, loads and stores, the chain of dependent updates) plus the lines that each cache level
+    moves for it, over the cores that its parallel loops keep busy; on a GPU the same with lanes in place of SIMD registers. A
+    program that a library runs on a GPU takes as long as its arithmetic in whole waves of tiles, or its inputs and outputs in
+    memory. Constants are of current hardware in general; it is meant to rank programs and to give their scale, not to be exact.
+    """
+    view = ProgramView.of(asts)
+    leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
+    lengths = [ast.n_leaves for ast in asts]
+    owner = np.repeat(np.arange(len(asts)), lengths)
+    starts = np.cumsum([0, *lengths[:-1]])
+    seconds = _cpu_leaf_s(leaves, device) if device.kind == "cpu" else _gpu_leaf_s(leaves, device)
+    total = np.bincount(owner, weights=seconds, minlength=len(asts))
+    launch_us = device.launch_overhead_us or 0.0
+    if device.kind == "gpu":
+        special: FloatArray = np.add.reduceat(leaves[:, _COLUMN["special"]], starts)
+        total = np.where(view.scheduled_for_gpu, total, _library_s(view, special, device))
+        launch_us = device.launch_overhead_us or _GPU_LAUNCH_US
+    return np.maximum(total + 1e-6 * launch_us, roofline_s(asts, device))
+
+
+def _library_s(view: ProgramView, special: FloatArray, device: Device) -> FloatArray:
+    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
+    cores = max(1.0, device.cores_used or 1.0)
+    headroom = power_headroom(device)
+    peak = peak_flops(view, device) * min(1.0, 1.0 if headroom is None else headroom)
+    tiled = np.full(len(view.flops), np.inf)
+    for tile, efficiency in _TILE_EFFICIENCY.items():
+        work = np.ceil(view.tiles(tile) / cores) * cores * tile**2 * 2 * view.depth
+        tiled = np.minimum(tiled, work / efficiency)
+    plain = view.flops + _SPECIAL_CYCLES * special
+    return np.maximum(np.where(view.contraction, tiled, plain) / peak, view.io_bytes / bandwidth)
+
+
+def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
+    column = partial(_column, leaves)
+    clock = 1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ)
+    width = max(w for w in SIMD_BYTES if w <= max((device.simd_bits or 128) / 8, SIMD_BYTES[0]))
+    pipes = max(1.0, (device.lanes_per_core or width / 2) / (width / 4))
+    fp = np.stack([column(f"op_{name}") for name in _FP_OPS]).sum(0)
+    # Side-by-side statements are counted for registers of 32 bytes; narrower ones hold fewer.
+    packed = np.maximum(column("fp_instructions_packed"), fp * column("iterations") * column("itemsize") / width)
+    arithmetic = np.minimum(column(f"fp_instructions_{width}b"), packed)
+    memory, index = column(f"mem_instructions_{width}b"), column("index_ops")
+    # Without fused multiply-adds each is two instructions, and the two-operand code of SSE copies a register besides.
+    split = np.zeros(len(leaves)) if device.fma else arithmetic * column("op_fma") / np.maximum(fp, 1e-9)
+    copies = split if width == SIMD_BYTES[0] else 0.0
+    arithmetic = arithmetic + split
+    instructions = arithmetic + copies + memory + index
+    # Updates of one accumulator wait for each other; a core overlaps those of as many accumulators as it holds
+    # in flight, and several runs over the reduction if they are short.
+    per_tile = instructions / np.maximum(column("iterations"), 1.0) * column("tile_points")
+    overlapped = np.maximum(1.0, _WINDOW / np.maximum(column("hold") * per_tile, 1.0))
+    chain = _LATENCY_CYCLES * column("chain") / overlapped
+    loads_stores = memory / _MEMORY_PORTS
+    if device.arch in SLOW_GATHER and width > SIMD_BYTES[0]:
+        loads_stores = loads_stores + _GATHER_CYCLES * _gathered(leaves)
+    slowest = np.maximum.reduce([arithmetic / pipes, loads_stores, chain, index / _ISSUE, instructions / _ISSUE])
+    special = np.stack([column(f"op_{name}") for name in SPECIAL]).sum(0)
+    roots = column("op_sqrt") / np.maximum(special, 1e-9)
+    core = slowest + (_CALL_CYCLES * (1 - roots) + _ROOT_CYCLES * roots) * column("special")
+    l1 = np.maximum(_moved(leaves, device.l1_kb or 32), column("conflict_32kb"))
+    l2 = np.maximum(_moved(leaves, device.l2_kb or 512), column("conflict_1mb"))
+    l3 = _moved(leaves, device.l3_kb or 8192)
+    per_cycle = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S) / clock
+    cycles = core + l1 / _L2_BYTES + l2 / _L3_BYTES
+    cores = max(1.0, device.cores_used or 1.0)
+    parallel = np.maximum(column("parallel"), 1.0)
+    busy = parallel / np.ceil(parallel / cores)
+    return (cycles / np.maximum(busy, 1.0) + l3 / per_cycle) / clock
+
+
+def _gathered(leaves: FloatArray) -> FloatArray:
+    """Elements that a compiler may load with gathers, (leaves,).
+
+    LLVM vectorises an innermost loop that is no reduction also where accesses stride along it, if there are gathers.
+    """
+
+    column = partial(_column, leaves)
+    second = (column("loop1_extent") <= _UNROLLED_EXTENT) & (column("loop1_extent") > 0)
+
+    def along(name: str) -> FloatArray:
+        return np.where(second, column(name.format(2)), column(name.format(1)))
+
+    free = (along("loop{}_extent") >= _GATHER_LANES) & (along("loop{}_reduction") == 0)
+    free &= column("vectorized") <= 1
+    total = np.zeros(len(leaves))
+    for slot in (f"slot{i}_" for i in range(1, N_SLOTS + 1)):
+        loaded = (column(slot + "loads") > 0) & (column(slot + "stores") == 0)
+        strided = np.abs(along(slot + "stride_{}")) > 1
+        total += np.where(free & loaded & strided, column(slot + "register_elements"), 0.0)
+    return total
+
+
+def _gpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
+    column = partial(_column, leaves)
+    peak = 1e9 * (device.peak_gflops.get("float32") or _DEFAULT_PEAK_GFLOPS)
+    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
+    cores = max(1.0, device.cores_used or 1.0)
+    blocks, threads = np.maximum(column("block_idx"), 1.0), np.maximum(column("thread_idx"), 1.0)
+    lanes = device.lanes_per_core or 128.0
+    # Waves of blocks over the cores, and lanes that too small blocks leave idle.
+    waves = blocks / (np.ceil(blocks / cores) * cores)
+    filled = np.minimum(1.0, threads * np.maximum(1.0, blocks / cores) / lanes)
+    flops = column("flops") + _SPECIAL_CYCLES * column("special")
+    arithmetic = flops / (peak * waves * filled)
+    return np.maximum(arithmetic, _moved(leaves, device.l2_kb or 4096) / bandwidth)
+
+
+def _moved(leaves: FloatArray, kb: float) -> FloatArray:
+    """Bytes moved into a memory of some size: of the largest that the features give and that is not larger."""
+    size = max(c for c in CAPACITIES if c <= max(kb * 1024, CAPACITIES[0]))
+    return leaves[:, _COLUMN[f"moved_{size_name(size)}"]]
+
+
+#: What labels can be relative to.
+REFERENCES: dict[str, Callable[[Sequence[CompactAST], Device], FloatArray]] = {
+    "roofline": roofline_s,
+    "estimate": estimate_s,
+}
+
+
+def reference_s(kind: str, asts: Sequence[CompactAST], device: Device) -> FloatArray:
+    """Reference latencies of one of :data:`REFERENCES`, float64 seconds (n,), above 0.
+
+    Raises PredictorError: unknown kind.
+    """
+    if kind not in REFERENCES:
+        raise PredictorError(f"no reference {kind!r}; there are {', '.join(REFERENCES)}")
+    return REFERENCES[kind](asts, device) if len(asts) else np.zeros(0)
+
+
+def references_s(
+    kind: str, asts: Sequence[CompactAST], devices: Sequence[Device], device_index: NDArray[np.int64]
+) -> FloatArray:
+    """Reference latencies of ``asts[i]`` on ``devices[device_index[i]]``, float64 seconds (n,)."""
+    out = np.empty(len(asts))
+    for number in np.unique(device_index):
+        here = np.flatnonzero(device_index == number)
+        out[here] = reference_s(kind, [asts[i] for i in here.tolist()], devices[number])
+    return out
+
 
 #: Edges of the square tiles into which libraries cut products of matrices.
 TILES = (32, 64, 128, 256)

@@ -15,18 +15,15 @@ from numpy.typing import ArrayLike, NDArray
 from cdmpp.device import Device, device_features, get_device
 from cdmpp.errors import PredictorError, ProgramError, raised_as
 from cdmpp.files import read_text
-from cdmpp.predictor.batching import PairArrays
 from cdmpp.predictor.checkpoint import load_fields, save_fields
-from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.encoding import COMPILED, Correction, FeatureEncoder, LabelTransform, PairArrays
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, check_one_kind, combine
 from cdmpp.predictor.network import LatencyNetwork, correction_inputs, predict_labels
-from cdmpp.predictor.pair_features import GENERAL_PAIRS, code_rows, pair_rows
-from cdmpp.predictor.roofline import estimate_s, references_s
-from cdmpp.predictor.transforms import COMPILED, Correction, LabelTransform
+from cdmpp.predictor.pair_features import GENERAL_PAIRS, code_rows, estimate_s, pair_rows, references_s
 from cdmpp.predictor.uncertainty import ALL_DEVICES, Calibration, Familiarity, check_coverage
+from cdmpp.program import import_tvm
 from cdmpp.program.ast import CompactAST, compact_asts
 from cdmpp.program.codegen import is_counted
-from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import write_text
-from cdmpp.predictor.batching import PairArrays
 from cdmpp.predictor.data import TrainingData
-from cdmpp.predictor.encoding import signed_log1p
+from cdmpp.predictor.encoding import PairArrays, signed_log1p
 from cdmpp.predictor.network import correction_inputs
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.program.ast import CompactAST

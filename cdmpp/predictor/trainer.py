@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch, PairArrays, training_batches
 from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
+from cdmpp.predictor.encoding import Context, LabelledArrays, LabelTransform, PaddedBatch, PairArrays, training_batches
 from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss, pairwise_ranking
 from cdmpp.predictor.network import LatencyNetwork, embeddings_of, predict_labels
 from cdmpp.predictor.processes import Processes, pick_device
-from cdmpp.predictor.transforms import LabelTransform
 from cdmpp.program.codegen import STATIC_FEATURES
 
 logger = logging.getLogger(__name__)

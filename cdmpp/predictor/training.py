@@ -21,17 +21,22 @@ from cdmpp.dataset import DatasetView, Split, noise_floor_mape
 from cdmpp.device import DEVICE_FEATURES, Device, device_features
 from cdmpp.errors import PredictorError
 from cdmpp.files import write_text
-from cdmpp.predictor.batching import GeneralInputs, LabelledArrays, PairArrays
 from cdmpp.predictor.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import Config, dump_config
 from cdmpp.predictor.data import TrainingData, gather, split_data
-from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.encoding import (
+    FeatureEncoder,
+    GeneralInputs,
+    LabelledArrays,
+    LabelTransform,
+    PairArrays,
+    fit_transform,
+)
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
 from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, LOOP_CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.processes import Processes, torchrun_processes
 from cdmpp.predictor.trainer import ProgressCallback, Trainer
-from cdmpp.predictor.transforms import LabelTransform, fit_transform
 from cdmpp.predictor.uncertainty import Calibration, Familiarity
 from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
 

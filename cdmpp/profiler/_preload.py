@@ -9,7 +9,7 @@ import sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 from cdmpp.errors import CdmppError
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program import import_tvm
 
 # TVM imports torch first, for the sake of Windows: two thirds of the time this takes, for nothing that a worker uses.
 sys.modules["torch"] = None  # type: ignore[assignment]

@@ -35,11 +35,21 @@ import numpy as np
 from cdmpp.device import Device, get_device
 from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import machine
-from cdmpp.profiler.engine import BuildConfig, BuildJob, Built, Executor, Measured, Measurer, Running, last_line
+from cdmpp.profiler.engine import (
+    BuildConfig,
+    BuildJob,
+    Built,
+    Executor,
+    Measured,
+    Measurer,
+    Running,
+    SamplingPlan,
+    label,
+    last_line,
+)
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
-from cdmpp.profiler.statistics import SamplingPlan, label
+from cdmpp.program import import_tvm, structural_hash
 from cdmpp.program.space import Rebuilder
-from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 
 if TYPE_CHECKING:

@@ -1,6 +1,9 @@
 """Programs in, outcomes out: builders are kept busy beside whatever measures. The idea is DOPpler's: what does not touch the
 timing (rebuilding, compiling, loading) overlaps with measuring, which is parallel as far as a calibration allows. How programs
-of a device are built and measured is its :class:`Measurer`'s."""
+of a device are built and measured is its :class:`Measurer`'s.
+
+How samples become a label, its noise, and whether to go on sampling, are functions of numbers, without a clock.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,63 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.dataset import Record
+import numpy as np
+
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.machine import Worker, WorkerDied, requests
-from cdmpp.profiler.statistics import label, split_half_difference
 from cdmpp.program.types import Program, Space, Task
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Dataset
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """How one program is sampled."""
+
+    #: A sample is the mean of as many back-to-back runs as fill this time.
+    min_sample_s: float = 0.002
+    #: Samples taken before the first decision, and at most.
+    min_samples: int = 8
+    max_samples: int = 24
+    #: Sampling stops when the split-half difference is at most this (0.01 is 1 %).
+    target_noise: float = 0.01
+    #: Time that one program's samples may take. Slow programs get fewer samples for it, at least two: a long sample
+    #: averages its own noise.
+    max_measure_s: float = 0.25
+    #: Time that one program's samples may wait, in all, for the core to be undisturbed.
+    max_wait_s: float = 0.6
+
+    def repeats(self, run_s: float) -> int:
+        """Runs that make one sample of a program that takes `run_s` seconds."""
+        return max(1, int(np.ceil(self.min_sample_s / max(run_s, 1e-9))))
+
+    def needs_more(self, samples_s: Sequence[float], spent_s: float) -> bool:
+        """Whether another sample is wanted after `samples_s`, which took `spent_s` seconds in all."""
+        n = len(samples_s)
+        if n < 2:
+            return True
+        if n >= self.max_samples or spent_s >= self.max_measure_s:
+            return False
+        # Halves of equal size only, so that the decision is about what is reported.
+        return n < self.min_samples or n % 2 == 1 or split_half_difference(samples_s) > self.target_noise
+
+
+def label(samples_s: Sequence[float]) -> float:
+    """The latency reported for `samples_s`: the mean of the lower half, in seconds. Disturbances only ever add time, so the
+    upper half holds them; the minimum alone is an extreme value whose expectation falls with the number of samples."""
+    ordered = np.sort(np.asarray(samples_s, dtype=np.float64))
+    return float(ordered[: (len(ordered) + 1) // 2].mean())
+
+
+def split_half_difference(samples_s: Sequence[float]) -> float:
+    """Relative difference of the labels of the odd and the even samples (0.01 is 1 %); NaN for one sample."""
+    if len(samples_s) < 2:
+        return float("nan")
+    odd, even = label(samples_s[0::2]), label(samples_s[1::2])
+    return abs(odd - even) / ((odd + even) / 2)
+
 
 #: Seconds in which a fresh builder has to build a small program.
 _FIRST_BUILD_S = 120.0
@@ -99,6 +150,8 @@ class Outcome:
 
 def add_outcome(dataset: Dataset, device: str, outcome: Outcome, meta: Mapping[str, Any]) -> None:
     """Put what became of a program into a dataset, with its task and space; `meta` is of the record besides the outcome's."""
+    from cdmpp.dataset import Record  # and with it pandas, which processes that build or measure do not need
+
     job = outcome.job
     dataset.add_task(job.task)
     if job.space is not None:

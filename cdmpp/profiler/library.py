@@ -24,7 +24,7 @@ from cdmpp.errors import DatasetError, ProfilerError, raised_as, reason
 from cdmpp.files import write_text
 from cdmpp.profiler import machine
 from cdmpp.profiler.core_rates import with_clock
-from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
+from cdmpp.profiler.engine import SamplingPlan, label, split_half_difference
 from cdmpp.program.aten import Call, arguments_of, calls_of, table_of
 from cdmpp.program.network import load_network
 from cdmpp.program.operators import SIZES, operator_table, runs_in_torch

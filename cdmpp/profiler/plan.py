@@ -39,8 +39,7 @@ def network_tasks(
     """Tasks of networks, and the networks' families. Importing all of the zoo takes minutes: `tasks_of` is a dataset that has
     the tasks, `resumed` one that has them if it says so, and if the networks are all of the zoo, where a name says everything.
     NetworkError for a network that is unknown or cannot be imported, ProfilerError if there is no task."""
-    from cdmpp.program.network import load_network
-    from cdmpp.program.tasks import extract_tasks
+    from cdmpp.program.network import extract_tasks, load_network
 
     loaded = [load_network(n) if isinstance(n, str) else n for n in networks]
     names = {n.name for n in loaded}

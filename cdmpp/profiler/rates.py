@@ -125,8 +125,8 @@ def _launch_s(cores: int) -> float:
     """Seconds of a call of a kernel that stores one number on every core (CdmppError without TVM)."""
     import numpy as np
 
+    from cdmpp.program import import_tvm
     from cdmpp.program.kernels import block, function, loops, script
-    from cdmpp.program.tvm_env import import_tvm
 
     tvm, T = import_tvm(), script()
     with (

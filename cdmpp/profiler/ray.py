@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.device import Device, get_device
-from cdmpp.device.detect import machine_facts
+from cdmpp.device.table import machine_facts
 from cdmpp.errors import ProfilerError, UnknownDeviceError, reason
 from cdmpp.profiler import machine
 from cdmpp.profiler.core_rates import with_clock

@@ -21,10 +21,9 @@ from cdmpp.device import Device
 from cdmpp.errors import ProfilerError, reason
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import Arguments, BatchDone, CpuConfig, LoadedProgram, SharedObject, measure_batch
-from cdmpp.profiler.engine import Executor, Measured, Running, last_line
+from cdmpp.profiler.engine import Executor, Measured, Running, SamplingPlan, last_line
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerLost, requests
-from cdmpp.profiler.statistics import SamplingPlan
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program import import_tvm
 
 #: Seconds for a tracker to answer, and for the sentinel program to run on a board.
 _ANSWER_S, _PROBE_S = 10.0, 60

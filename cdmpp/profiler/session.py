@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset import Dataset
 from cdmpp.device import Device, get_device
-from cdmpp.device.detect import machine_facts
+from cdmpp.device.table import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock

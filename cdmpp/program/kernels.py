@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from cdmpp.errors import ProgramError
+from cdmpp.program import import_tvm, normalise
 from cdmpp.program.library_ops import placeholders, prim_func, te
-from cdmpp.program.tvm_env import import_tvm, normalise
 
 
 def script() -> Any:

@@ -1,7 +1,7 @@
 """Operators as a vendor library runs them, as canonical tasks: unscheduled PrimFuncs in float32.
 
 One function an operator, from its dimensions to a PrimFunc: generators (:mod:`cdmpp.program.generators`), so that a task is
-stored as its dimensions (:func:`cdmpp.program.tasks.library_task`). Elementwise operators and copies are one block each, as a
+stored as its dimensions (:func:`cdmpp.program.network.library_task`). Elementwise operators and copies are one block each, as a
 library runs them in one kernel; matrix products keep the bias as a block of its own, softmax and layer normalisation are TVM's
 own formulations, as in imported networks.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.tvm_env import import_tvm, normalise
+from cdmpp.program import import_tvm, normalise
 
 #: Elementwise operators -> floating-point operations an element, as TVM counts them (special functions as none).
 ELEMENTWISE_FLOPS: dict[str, int] = {

@@ -1,29 +1,38 @@
-"""Networks: of the zoo, of a ``.onnx`` or ``.pt2`` file, or a torch module; and their import into Relax.
+"""Networks: of the zoo, of a ``.onnx`` or ``.pt2`` file, or a torch module; their import into Relax; and their tasks, the fused
+functions that they run, equal ones of several networks taken together.
 
 Relax's front ends raise whatever Python raises where they meet something unforeseen (AssertionError, KeyError, TVM's own
 errors), so the calls into them, and only those, catch ``Exception``.
+
+A Relax module with its weights becomes fused, legalised TIR functions, as TVM would run them. What depends on weights alone
+(transposes, batch-norm scales) is moved into a function of its own, which a deployment runs once at load time, so that it is
+not among the tasks. It is not computed: folding constants would compile every operator.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import NetworkError, UnsupportedOpError
-from cdmpp.program.tvm_env import import_tvm
-from cdmpp.program.zoo import TensorSpec, ZooEntry, zoo_entry
+from cdmpp.errors import NetworkError, ProgramError, UnsupportedOpError
+from cdmpp.program import import_tvm, normalise, quiet, structural_hash
+from cdmpp.program.types import Task
+from cdmpp.program.zoo import TASK_COUNTS, TensorSpec, ZooEntry, zoo_entry, zoo_networks
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 logger = logging.getLogger(__name__)
 
@@ -376,3 +385,282 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+#: The function that makes the weights as ``main`` wants them, from the weights as the network has them.
+PREPARE_WEIGHTS = "main_transform_params"
+
+#: Operators that make a view of a tensor and run no kernel.
+VIEWS = ("relax.reshape", "relax.shape_of", "relax.shape_to_tensor", "relax.memory.view")
+
+
+@dataclass(frozen=True)
+class FusedNetwork:
+    """A network as calls of fused PrimFuncs."""
+
+    #: ``tvm.IRModule``: ``main(*inputs, *prepared_weights)`` calls PrimFuncs by ``call_tir``;
+    #: ``main_transform_params(weights)`` returns the tuple of prepared weights.
+    module: Any
+    #: The network's weights as runtime tensors, in the order ``main_transform_params`` takes them.
+    weights: tuple[Any, ...] = field(repr=False)
+    #: How many of ``main``'s parameters are inputs.
+    num_inputs: int
+    #: Names of the PrimFuncs that ``main`` calls, in order of execution.
+    calls: tuple[str, ...]
+    #: Names of the operators in ``main`` that did not become TIR, so that no task stands for them.
+    untranslated: tuple[str, ...]
+
+
+def fuse(module: Any, target: Any = None) -> FusedNetwork:
+    """Legalise and fuse a ``tvm.IRModule`` with a Relax function ``main`` whose weights are constants, for a
+    ``tvm.target.Target`` (one llvm core if None); legalisation hardly depends on it."""
+    tvm = import_tvm()
+    from tvm import relax
+
+    transform = relax.transform
+    entries = ["main", PREPARE_WEIGHTS]
+    if target is None:
+        target = tvm.target.Target({"kind": "llvm", "num-cores": 1})
+    with target:
+        module = transform.FoldBatchnormToConv2D()(module)
+        module = _simplify_batch_norm(module)
+        module = tvm.transform.Sequential(
+            [
+                transform.DecomposeOpsForInference(),
+                transform.CanonicalizeBindings(),
+                transform.ConvertToDataflow(),
+                transform.DeadCodeElimination(["main"]),
+            ]
+        )(module)
+        module, weights = _constants_to_parameters(module)
+        module = tvm.transform.Sequential(
+            [
+                transform.LiftTransformParams(),
+                relax.backend.DispatchSampling(),
+                relax.backend.DispatchSortScan(),
+                transform.LegalizeOps(),
+                transform.AnnotateTIROpPattern(),
+                transform.DeadCodeElimination(entries),
+                transform.FuseOps(),
+                transform.FuseTIR(),
+                transform.RewriteDataflowReshape(),  # a reshape on its own is a view: no kernel runs
+                transform.DeadCodeElimination(entries),
+            ]
+        )(module)
+    num_inputs = int(module["main"].attrs["num_input"])
+    calls, untranslated = _calls(module["main"])
+    return FusedNetwork(module, weights, num_inputs, calls, untranslated)
+
+
+def _simplify_batch_norm(module: Any) -> Any:
+    """Rewrite inference batch norm that no convolution took up to ``x * scale + shift``."""
+    from tvm import relax
+    from tvm.relax.dpl import is_op, rewrite_call, wildcard
+    from tvm.relax.dpl.pattern import TupleGetItemPattern
+
+    data, gamma, beta, mean, variance = (wildcard() for _ in range(5))
+    norm = is_op("relax.nn.batch_norm")(data, gamma, beta, mean, variance)
+    pattern = TupleGetItemPattern(norm, 0)
+
+    def rewrite(expr: Any, matches: Any) -> Any:
+        call, x = matches[norm], matches[data]
+        axis = int(call.attrs["axis"])
+        shape: list[Any] = [1] * len(x.ty.shape)
+        shape[axis] = x.ty.shape[axis]
+        epsilon = relax.const(float(call.attrs["epsilon"]), x.ty.dtype)
+        scale = relax.op.divide(matches[gamma], relax.op.sqrt(relax.op.add(matches[variance], epsilon)))
+        shift = relax.op.subtract(matches[beta], relax.op.multiply(matches[mean], scale))
+        scaled = relax.op.multiply(x, relax.op.reshape(scale, shape))
+        return relax.op.add(scaled, relax.op.reshape(shift, shape))
+
+    module["main"] = rewrite_call(pattern, rewrite, module["main"])
+    return module
+
+
+def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Turn the constant tensors of ``main`` into parameters after its inputs, so that they are no part of a task; the module
+    and their values."""
+    from tvm import relax
+
+    @relax.expr_functor.mutator
+    class Lifter(relax.PyExprMutator):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parameters: dict[int, tuple[Any, Any]] = {}
+
+        def visit_generic_const_(self, op: Any) -> Any:
+            if not isinstance(op.ty, relax.TensorType) or len(op.ty.shape) == 0:
+                return op  # a scalar is part of the computation
+            key = hash(op)  # of the object's address: one constant used twice is one parameter
+            if key not in self.parameters:
+                self.parameters[key] = (relax.Var(f"weight{len(self.parameters)}", op.ty), op.value)
+            return self.parameters[key][0]
+
+    function = module["main"]
+    lifter = Lifter()
+    body = lifter.visit_expr(function.body)
+    variables = [variable for variable, _ in lifter.parameters.values()]
+    lifted = relax.Function([*function.params, *variables], body, function.ret_ty, function.is_pure, function.attrs)
+    module["main"] = lifted.with_attr("num_input", len(function.params))
+    return module, tuple(value for _, value in lifter.parameters.values())
+
+
+def callee(call: Any) -> tuple[str, Sequence[Any], bool]:
+    """What a Relax call runs: its name, the arguments, and whether it is a PrimFunc."""
+    operator = str(getattr(call.op, "name", "?"))
+    if operator.startswith("relax.call_tir"):
+        return str(call.args[0].name_hint), [call.args[1]], True
+    if operator == "relax.call_dps_packed":
+        return str(call.args[0].global_symbol), [call.args[1]], False
+    return operator, list(call.args), False
+
+
+def _calls(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    from tvm import relax
+
+    calls: list[str] = []
+    others: list[str] = []
+
+    def visit(expr: Any) -> None:
+        if isinstance(expr, relax.Call):
+            name, _, is_prim_func = callee(expr)
+            if is_prim_func:
+                calls.append(name)
+            elif name not in VIEWS:
+                others.append(name)
+
+    relax.analysis.post_order_visit(function.body, visit)
+    return tuple(calls), tuple(others)
+
+
+_PACKED_CALLS = ("tirx.tvm_call_packed", "tirx.tvm_call_cpacked", "tirx.call_extern", "tirx.tvm_call_packed_lowered")
+
+#: Called with the name of a network, its number (from 1) and the number of networks before it is imported.
+Progress = Callable[[str, int, int], None]
+
+
+def extract_tasks(
+    networks: Iterable[Network | str], target: Any = None, progress: Progress | None = None
+) -> list[Task]:
+    """The tasks of networks (or of what :func:`cdmpp.program.network.load_network` takes), one per structural hash, in the
+    order of first occurrence; their ``networks`` say how often each network runs them.
+
+    ``target``: ``tvm.target.Target`` (or what its constructor takes); one llvm core if None. Functions of dynamic shape or
+    without any computation are left out, with a logged reason. NetworkError, UnsupportedOpError: a network cannot be imported,
+    or two different ones have the same name."""
+    tvm = import_tvm()
+    if target is not None and not isinstance(target, tvm.target.Target):
+        target = tvm.target.Target(target)
+    specs = list(networks)
+    seen: dict[str, Network] = {}
+    tasks: dict[str, Task] = {}
+    for number, spec in enumerate(specs, start=1):
+        network = load_network(spec) if isinstance(spec, str) else spec
+        if progress is not None:
+            progress(network.name, number, len(specs))
+        if network.name in seen:
+            same = network is seen[network.name] or (network == seen[network.name] and network.source != "torch")
+            if not same:
+                raise NetworkError(f"two different networks are called {network.name}: rename one")
+            logger.warning("%s was given twice: counted once", network.name)
+            continue
+        seen[network.name] = network
+        with quiet():
+            fused = fuse(network.to_relax(), target)
+        if fused.untranslated:
+            names = ", ".join(sorted(set(fused.untranslated)))
+            logger.warning("%s: no task stands for %s, which TVM does not translate to TIR", network.name, names)
+        for task in tasks_of(fused, network.name).values():
+            known = tasks.get(task.hash, task)
+            tasks[task.hash] = replace(known, networks={**known.networks, **task.networks})
+    return list(tasks.values())
+
+
+def tasks_of(fused: FusedNetwork, network: str) -> dict[str, Task]:
+    """Function that a network calls -> its task, equal ones the same, with how often the network runs it. Functions that are no
+    task (see :func:`task_from_prim_func`) are left out, with a logged reason."""
+    found: dict[str, Task] = {}
+    weights = Counter[str]()
+    for name, count in Counter(fused.calls).items():
+        try:
+            found[name] = task_from_prim_func(fused.module[name], name)
+        except ProgramError as err:
+            logger.info("%s: left out: %s", network, err)
+        else:
+            weights[found[name].hash] += count
+    first = {task.hash: task for task in reversed(found.values())}
+    tasks = {key: replace(task, networks={network: float(weights[key])}) for key, task in first.items()}
+    return {name: tasks[task.hash] for name, task in found.items()}
+
+
+def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, float] | None = None) -> Task:
+    """A task of one unscheduled PrimFunc (ProgramError: it has no loop, no fixed shapes, or no schedulable blocks)."""
+    tvm = import_tvm()
+    from tvm.s_tir.analysis import estimate_tir_flops
+
+    func = normalise(func)
+    total_bytes = 0.0
+    dtype = "float32"
+    for param in func.params:
+        if not isinstance(param.ty, tvm.tirx.BufferType):
+            raise ProgramError(f"{name} takes a scalar argument, so its work is not fixed")
+        elements = 1
+        for extent in param.shape:
+            if not isinstance(extent, tvm.tirx.IntImm):
+                raise ProgramError(f"{name} has a dynamic shape {list(param.shape)}")
+            elements *= int(extent)
+        dtype = str(param.dtype)
+        total_bytes += elements * max(1, tvm.DataType(dtype).bits // 8)
+    _check_schedulable(func, name)
+    return Task(
+        hash=structural_hash(func),
+        name=name,
+        tir_json=tvm.ir.save_json(func),
+        networks=dict(networks or {}),
+        flops=float(estimate_tir_flops(tvm.IRModule({"main": func}))),
+        bytes=total_bytes,
+        dtype=dtype,
+    )
+
+
+def library_task(name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None) -> Task:
+    """The task of a library operator; some 0.7 ms (ProgramError: no such operator, or not with these arguments)."""
+    from cdmpp.program import generators, library_ops
+
+    func = generators.build(name, arguments)
+    return Task(
+        hash=structural_hash(func),
+        name=str(arguments["op"]) if name == "elementwise" else name,
+        tir_json=generators.describe(name, arguments),
+        networks=dict(networks or {}),
+        flops=float(library_ops.operator_flops(name, arguments)),
+        bytes=float(library_ops.operator_bytes(name, arguments)),
+    )
+
+
+def _check_schedulable(func: Any, name: str) -> None:
+    """Raise ProgramError unless there is a loop around a block, which is what MetaSchedule works on."""
+    import tvm_ffi
+
+    tvm = import_tvm()
+    from tvm.s_tir.stmt import SBlock
+
+    def nodes_in(body: Any) -> list[Any]:
+        found: list[Any] = []
+        tvm_ffi.structural_walk(body, found.append, order="pre")
+        return found
+
+    nodes = nodes_in(func.body)
+    for node in nodes:
+        if isinstance(node, tvm.ir.Call) and str(getattr(node.op, "name", "")) in _PACKED_CALLS:
+            raise ProgramError(f"{name} calls the external function {getattr(node.args[0], 'value', '?')}")
+    loops = [node for node in nodes if isinstance(node, tvm.tirx.For)]
+    if not loops:
+        raise ProgramError(f"{name} has no loop")
+    if not any(isinstance(node, SBlock) for loop in loops for node in nodes_in(loop.body)):
+        raise ProgramError(f"{name} has loops inside of an opaque block only: there is nothing to schedule")
+
+
+if __name__ == "__main__":  # counts the tasks of every network of the zoo, which takes minutes
+    counts = {name: len(extract_tasks([name])) for name in zoo_networks()}
+    TASK_COUNTS.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cdmpp.errors import ProgramError
-from cdmpp.program.tvm_env import import_tvm, quiet, structural_hash
+from cdmpp.program import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
 
 logger = logging.getLogger(__name__)

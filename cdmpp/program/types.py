@@ -28,7 +28,7 @@ class Task:
 
     def prim_func(self) -> Any:
         """The unscheduled PrimFunc (ProgramError: it is stored as a generator that this version has not)."""
-        from cdmpp.program.tvm_env import import_tvm
+        from cdmpp.program import import_tvm
 
         if self.tir_json.startswith('{"cdmpp_generator":'):
             from cdmpp.program.generators import build_description

@@ -6,21 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cdmpp.tuner.config import TuneConfig
+    from cdmpp.tuner.config import Objective, TuneConfig
     from cdmpp.tuner.cost_model import CostModel, builder_and_runner
     from cdmpp.tuner.deployment import import_network
     from cdmpp.tuner.measure import Measurer
-    from cdmpp.tuner.objective import Objective
     from cdmpp.tuner.results import TuneReport
     from cdmpp.tuner.tuning import tune, tune_tasks
     from cdmpp.tuner.validity import ValidityModel, train_validity
 
 _NAMES = {
-    "config": ("TuneConfig",),
+    "config": ("Objective", "TuneConfig"),
     "cost_model": ("CostModel", "builder_and_runner"),
     "deployment": ("import_network",),
     "measure": ("Measurer",),
-    "objective": ("Objective",),
     "results": ("TuneReport",),
     "tuning": ("tune", "tune_tasks"),
     "validity": ("ValidityModel", "train_validity"),

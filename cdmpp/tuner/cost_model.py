@@ -1,41 +1,396 @@
-"""What MetaSchedule is given in place of its own: a cost model, and the profiler as builder and runner. Evolutionary search
+r"""What MetaSchedule is given in place of its own: a cost model, and the profiler as builder and runner. Evolutionary search
 asks for some thousand predictions to measure sixteen programs, for many again: the network's output is cached, before the
-correction, so that it holds when measurements change what is predicted."""
+correction, so that it holds when measurements change what is predicted.
+
+The predictor stays as it was trained. What is learned while tuning is how far it is off near the programs measured:
+residuals :math:`r = \log(\text{measured} / \text{predicted})`, as a function of the program's embedding :math:`z` and
+its task :math:`t`, by a Gaussian process with the covariance
+
+.. math:: k = c + s\,e^{-d^2 / 2 l^2} + [t = t'] (o + w\,e^{-d^2 / 2 l^2}) + [i = j]\,n, \quad d = |z - z'|
+
+of an offset common to all programs (c), a smooth part that tasks share (s), a task's own offset (o) and smooth part (w), and
+noise (n). Far from everything measured the correction returns to 0, the predictor's own word: nothing it knew is lost,
+which gradient steps on its weights could not promise. A few hundred records are fitted in milliseconds, in closed form.
+
+Leave-one-out and leave-task-out predictions are exact and cost nothing beyond the inverse (Rasmussen and Williams,
+Gaussian Processes for Machine Learning, 2006, eqs. 5.10 to 5.12). They choose among few kernels, decide whether tasks may
+learn from each other, and choose no correction where that was better. Intervals are conformal: standardised leave-one-out
+errors set their width.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+from tvm.ir.utils import derived_object
+from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
+from tvm.s_tir.meta_schedule.cost_model import PyCostModel
+from tvm.s_tir.meta_schedule.runner import PyRunner, RunnerFuture, RunnerResult
 
-from cdmpp.device import Device, get_device
-from cdmpp.profiler.engine import Outcome
-from cdmpp.profiler.statistics import label
+from cdmpp.device import DEVICE_FEATURES, Device, get_device
+from cdmpp.errors import PredictorError
+from cdmpp.predictor.encoding import signed_log1p
+from cdmpp.predictor.pair_features import estimate_s, reference_s
+from cdmpp.profiler.engine import Outcome, label
+from cdmpp.program import import_tvm
 from cdmpp.program.ast import CompactAST
-from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
 from cdmpp.tuner.config import TuneConfig
-from cdmpp.tuner.learning import AnalyticalPrior, Encoded, OnlineModel, PredictorPrior
 from cdmpp.tuner.measure import Measurer, job_of_module
-
-import_tvm()
-
-from tvm.ir.utils import derived_object  # noqa: E402
-from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder  # noqa: E402
-from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
-from tvm.s_tir.meta_schedule.runner import PyRunner, RunnerFuture, RunnerResult  # noqa: E402
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
     from cdmpp.tuner.validity import ValidityGuard
 
+
+logger = logging.getLogger(__name__)
+
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+#: Variance, in squared log seconds, of the common error of predictions for a device that was never seen: a factor of e.
+_UNSEEN_DEVICE = 1.0
+#: Records that kernels are compared on, the latest: a hundred inverses of this size take a second.
+_COMPARED = 256
+#: Least spread of residuals that is believed, log seconds: labels themselves repeat to a few per cent.
+_LEAST = 0.03
+#: Shares of a task's spread that are noise, and length scales relative to the median distance of programs.
+_NOISE_SHARES = (0.05, 0.25, 0.6)
+_LENGTHS = (0.5, 1.0, 2.0)
+#: A task takes part in leave-task-out with so many records.
+_PER_TASK = 2
+
+
+# -- before anything is measured -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Programs as the correction sees them: log of the predicted seconds, float64 (n,), and embeddings, float64 (n, d)."""
+
+    log_s: FloatArray
+    z: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.log_s)
+
+    def take(self, rows: Sequence[int] | NDArray[np.int64]) -> Encoded:
+        return Encoded(self.log_s[rows], self.z[rows])
+
+    @classmethod
+    def stack(cls, parts: Sequence[Encoded]) -> Encoded:
+        """Several together; one part at least."""
+        return cls(np.concatenate([p.log_s for p in parts]), np.concatenate([p.z for p in parts]))
+
+
+class PredictorPrior:
+    """A trained predictor: its predictions, and its network's embeddings of programs on the device. For a device that it never
+    saw it extrapolates, with a warning; PredictorError where it never saw one of this kind."""
+
+    def __init__(self, predictor: Predictor, device: Device) -> None:
+        self._predictor, self._device = predictor, device
+        #: Variance of an error that all predictions on the device have in common, squared log seconds.
+        self.common = 0.0
+        if device.name not in predictor.devices:
+            self.common = _UNSEEN_DEVICE
+            trained_on = ", ".join(predictor.devices)
+            column = DEVICE_FEATURES.index(f"is_{device.kind}")
+            if not any(vector[column] > 0 for vector in predictor.devices.values()):
+                raise PredictorError(
+                    f"the predictor was trained on {trained_on} and never saw a {device.kind}: it says nothing about "
+                    f"{device.name}; finetune it on records of that device, or tune without a predictor"
+                )
+            logger.warning(
+                "the predictor was trained on %s, not on %s: its predictions are extrapolations until some "
+                "programs have been measured",
+                trained_on,
+                device.name,
+            )
+
+    def encode(self, asts: Sequence[CompactAST]) -> Encoded:
+        """Predict and embed n >= 1 programs in one pass through the network."""
+        import torch
+
+        from cdmpp.predictor.encoding import inference_batches
+        from cdmpp.predictor.network import evaluating
+
+        predictor = self._predictor
+        arrays = predictor.encode(asts, [self._device], np.zeros(len(asts), dtype=np.int64))
+        labels = np.empty(len(asts))
+        z = np.empty((len(asts), predictor.network.config.embedding_dim))
+        with evaluating(predictor.network):
+            for rows in inference_batches(arrays.packed.lengths, 1024):
+                batch, context = arrays.batch(rows, torch.device("cpu"))
+                embedding = predictor.network.embed(batch, context.device)
+                labels[rows] = predictor.network.decode(embedding, context).double().numpy()
+                z[rows] = embedding.double().numpy()
+        corrected = predictor.corrected([self._device.name], arrays, z)
+        transform = predictor.transform
+        reference = reference_s(transform.relative_to, asts, self._device) if transform.relative else None
+        latency_s = transform.inverse(labels, reference) * np.exp(corrected)
+        return Encoded(np.log(latency_s), z)
+
+    def half_width(self, coverage: float) -> float | None:
+        """Half the width of an interval of one prediction, log seconds, by the predictor's calibration
+        (:mod:`cdmpp.predictor.uncertainty`); None if it cannot be known."""
+        calibration = self._predictor.calibration
+        if calibration is None or not calibration.supports(coverage):
+            return None
+        return calibration.half_width(self._device.name, coverage)
+
+
+class AnalyticalPrior:
+    """No predictor: :mod:`cdmpp.predictor.pair_features`; embeddings are logarithms of sums and maxima of all leaf features."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.common = _UNSEEN_DEVICE
+
+    def encode(self, asts: Sequence[CompactAST]) -> Encoded:
+        z = np.stack([np.concatenate([ast.leaves.sum(0), ast.leaves.max(0)]) for ast in asts])
+        return Encoded(np.log(estimate_s(asts, self._device)), signed_log1p(z.astype(np.float64)))
+
+    def half_width(self, coverage: float) -> None:
+        """Nothing tells how far off it is."""
+
+
+# -- the correction ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Variances in squared log seconds, and the length scale in units of the embedding; see the module's text."""
+
+    noise: float
+    offset: float = 0.0
+    own: float = 0.0
+    shared: float = 0.0
+    common: float = 0.0
+    length: float = 1.0
+
+    def covariance(self, z: FloatArray, task: IntArray, z2: FloatArray, task2: IntArray) -> FloatArray:
+        """Covariance without noise, (n, m), of programs z (n, d) and z2 (m, d) of tasks (n,) and (m,)."""
+        near = np.exp(-0.5 * squared_distances(z, z2) / self.length**2)
+        same = task[:, None] == task2[None, :]
+        return self.common + self.shared * near + same * (self.offset + self.own * near)
+
+    @property
+    def variance(self) -> float:
+        """Of one program's residual before anything is measured, without noise."""
+        return self.common + self.shared + self.offset + self.own
+
+
+class Correction:
+    """A kernel with records: embeddings (n, d), tasks (n,), log(measured / predicted) (n,); n may be 0 (:func:`fit_correction`
+    makes it). ``error`` and ``error_deviation`` are of each record as the others predict it: measured minus predicted residual,
+    and the predicted standard deviation, (n,)."""
+
+    def __init__(self, kernel: Kernel, z: FloatArray, task: IntArray, residual: FloatArray) -> None:
+        self.kernel = kernel
+        self._z, self._task = z, task
+        self._inverse = _inverse(kernel, z, task)
+        self._alpha = self._inverse @ residual
+        precision = np.diag(self._inverse)
+        self.error, self.error_deviation = self._alpha / precision, 1 / np.sqrt(precision)
+
+    def __len__(self) -> int:
+        return len(self._task)
+
+    @property
+    def mean_square(self) -> float:
+        """Mean squared error of records predicted by the others."""
+        return float(np.mean(self.error**2))
+
+    @property
+    def log_density(self) -> float:
+        """Mean log predictive density of records by the others."""
+        terms = np.log(self.error_deviation) + 0.5 * (self.error / self.error_deviation) ** 2
+        return float(-terms.mean()) - 0.5 * math.log(2 * math.pi)
+
+    def mean(self, z: FloatArray, task: int) -> FloatArray:
+        """Expected residual, log seconds, (m,), of programs of one task."""
+        return self._cross(z, task) @ self._alpha
+
+    def deviation(self, z: FloatArray, task: int) -> FloatArray:
+        """Standard deviation of a measurement's residual, log seconds, (m,), of programs of one task."""
+        cross = self._cross(z, task)
+        explained = ((cross @ self._inverse) * cross).sum(1)
+        return np.sqrt(np.maximum(self.kernel.variance - explained, 0.0) + self.kernel.noise)
+
+    def _cross(self, z: FloatArray, task: int) -> FloatArray:
+        tasks = np.full(len(z), task, dtype=np.int64)
+        return self.kernel.covariance(z, tasks, self._z, self._task)
+
+    def width(self, coverage: float) -> float | None:
+        """Standard deviations that an interval reaches to either side (a conformal quantile); None with too few records."""
+        scores = np.sort(np.abs(self.error) / self.error_deviation)
+        rank = math.ceil((len(scores) + 1) * coverage - 1e-9)
+        return float(scores[rank - 1]) if 0 < rank <= len(scores) else None
+
+
+def fit_correction(z: FloatArray, task: IntArray, residual: FloatArray, common: float = 0.0) -> Correction:
+    """The correction whose kernel predicts left-out records best; no correction where that predicts them better. Records (n,
+    d), (n,), (n,) are in the order in which they were measured; `common` is the variance of an offset common to all programs,
+    for a device that the predictor never saw."""
+    if not len(residual):
+        return Correction(Kernel(_LEAST**2), z, task, residual)
+    rows = slice(max(0, len(residual) - _COMPARED), None)
+    recent = (z[rows], task[rows], residual[rows])
+    kernels = list(_candidates(*recent))
+    if _tasks_help_each_other(kernels, *recent, common):
+        # Leaving one record out does not tell these from the others: a task's own records say it all.
+        kernels = [_sharing(kernel, common) for kernel in kernels]
+    best = max((Correction(kernel, *recent) for kernel in kernels), key=lambda c: c.log_density)
+    kernel, nothing = best.kernel, float(np.mean(recent[2] ** 2))
+    if best.mean_square > nothing:
+        kernel = Kernel(max(nothing, _LEAST**2))
+    return Correction(kernel, z, task, residual)
+
+
+def squared_distances(a: FloatArray, b: FloatArray) -> FloatArray:
+    """Squared Euclidean distances of rows, (n, d) and (m, d) -> (n, m)."""
+    squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None, :] - 2 * a @ b.T
+    return np.maximum(squares, 0.0)
+
+
+def _candidates(z: FloatArray, task: IntArray, residual: FloatArray) -> Iterator[Kernel]:
+    """Kernels within tasks, scaled to the spread of the residuals."""
+    tasks, number, counts = np.unique(task, return_inverse=True, return_counts=True)
+    means = np.bincount(number, weights=residual) / counts
+    offset = max(float(np.mean(means**2)), _LEAST**2)
+    within = float(np.sum((residual - means[number]) ** 2)) / max(len(residual) - len(tasks), 1)
+    within = max(within, _LEAST**2)
+    distances = np.sqrt(squared_distances(z, z))
+    apart = distances[distances > 1e-9]
+    typical = float(np.median(apart)) if len(apart) else 1.0
+    yield Kernel(within, offset, length=typical)
+    for share in _NOISE_SHARES:
+        for length in _LENGTHS:
+            yield Kernel(share * within, offset, (1 - share) * within, length=length * typical)
+
+
+def _sharing(kernel: Kernel, common: float) -> Kernel:
+    """Half of what was a task's own is shared."""
+    own, offset = 0.5 * kernel.own, 0.5 * kernel.offset
+    return replace(kernel, own=own, offset=offset, shared=own + offset, common=common)
+
+
+def _tasks_help_each_other(
+    kernels: list[Kernel], z: FloatArray, task: IntArray, residual: FloatArray, common: float
+) -> bool:
+    """Whether a task's residuals are predicted better from other tasks than not at all."""
+    tasks, counts = np.unique(task, return_counts=True)
+    groups = [np.flatnonzero(task == t) for t in tasks[counts >= _PER_TASK]]
+    if len(groups) < 2:
+        return False
+    nothing = float(np.mean(residual[np.concatenate(groups)] ** 2))
+    inverse = _inverse(_sharing(kernels[len(kernels) // 2], common), z, task)
+    alpha = inverse @ residual
+    errors = [np.linalg.solve(inverse[np.ix_(group, group)], alpha[group]) for group in groups]
+    return float(np.mean(np.concatenate(errors) ** 2)) < nothing
+
+
+def _inverse(kernel: Kernel, z: FloatArray, task: IntArray) -> FloatArray:
+    if not len(task):
+        return np.zeros((0, 0))
+    covariance = kernel.covariance(z, task, z, task)
+    covariance[np.diag_indices(len(task))] += kernel.noise
+    inverse: FloatArray = cho_solve(cho_factor(covariance, lower=True), np.eye(len(task)))
+    return inverse
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+#: Records that the correction is fitted to, the latest: its inverse takes a third of a second.
+_MAX_RECORDS = 1024
+#: Records from which on intervals are the correction's; with fewer they are the prior's.
+_OWN_INTERVALS = 20
+
+
+class OnlineModel:
+    """Predicts seconds on one device from a prior, and learns from measurements."""
+
+    def __init__(self, prior: PredictorPrior | AnalyticalPrior) -> None:
+        self.prior = prior
+        self._tasks: dict[str, int] = {}
+        #: (task, program) -> log of the prior's prediction, embedding, log of the measured seconds; oldest first.
+        self._records: dict[tuple[str, str], tuple[float, FloatArray, float]] = {}
+        self._correction: Correction | None = None
+        #: Programs that did not run, for :class:`cdmpp.tuner.CostModel`.
+        self.failed: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def predict(self, task: str, programs: Encoded) -> FloatArray:
+        """Seconds of programs of one task, float64 (n,)."""
+        if self._correction is None:
+            return np.exp(programs.log_s)
+        return np.exp(programs.log_s + self._correction.mean(programs.z, self._number(task)))
+
+    def interval(self, task: str, programs: Encoded, coverage: float) -> tuple[FloatArray, FloatArray]:
+        """Lowest and highest seconds that measurements fall between, (n,) each: (0, inf) where nothing tells. Before there are
+        enough records it is the prior's. Conformal, though a search that picks the best of many is not the random choice that
+        this guarantee is for."""
+        seconds, correction = self.predict(task, programs), self._correction
+        of_prior = self.prior.half_width(coverage)
+        half = np.full(len(programs), math.inf if of_prior is None else of_prior)
+        if correction is not None and len(correction) >= _OWN_INTERVALS:
+            width = correction.width(coverage)
+            if width is not None:
+                half = width * correction.deviation(programs.z, self._number(task))
+        with np.errstate(over="ignore"):
+            return seconds * np.exp(-half), seconds * np.exp(half)
+
+    def _number(self, task: str) -> int:
+        """Of a task in the records; -1 of one that has none."""
+        return self._tasks.get(task, -1)
+
+    def learn(
+        self, task: str, hashes: Sequence[str], programs: Encoded, latency_s: Sequence[float] | FloatArray
+    ) -> None:
+        """Take measurements of one task, finite and above 0 (else PredictorError); call :meth:`fit` when all are in."""
+        labels = np.asarray(latency_s, dtype=np.float64)
+        if not (np.isfinite(labels) & (labels > 0)).all():
+            raise PredictorError("measured latencies must be finite and above 0")
+        self._tasks.setdefault(task, len(self._tasks))
+        for digest, log_s, z, measured in zip(hashes, programs.log_s, programs.z, np.log(labels), strict=True):
+            self._records.pop((task, digest), None)
+            self._records[task, digest] = (float(log_s), z, float(measured))
+
+    def fit(self) -> None:
+        """Fit the correction to the latest records."""
+        if not self._records:
+            return
+        latest = list(self._records.items())[-_MAX_RECORDS:]
+        task = np.array([self._tasks[name] for (name, _), _ in latest], dtype=np.int64)
+        z = np.stack([record[1] for _, record in latest])
+        residual = np.array([label - log_s for _, (log_s, _, label) in latest])
+        self._correction = fit_correction(z, task, residual, self.prior.common)
+
+    def describe(self) -> dict[str, Any]:
+        """What was learned, as JSON values."""
+        fitted = self._correction
+        return {
+            "records": len(self._records),
+            "tasks": len(self._tasks),
+            "kernel": None if fitted is None else vars(fitted.kernel),
+            "left_out_error": None if fitted is None else fitted.mean_square**0.5,
+        }
+
+
+import_tvm()
 
 #: Programs whose network outputs are kept: some 30 MB.
 _CACHED = 50_000

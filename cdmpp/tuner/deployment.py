@@ -36,13 +36,10 @@ from cdmpp.device import Device
 from cdmpp.errors import TunerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import CpuConfig
-from cdmpp.profiler.engine import last_line
+from cdmpp.profiler.engine import SamplingPlan, label, last_line, split_half_difference
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied
-from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
-from cdmpp.program.fusion import PREPARE_WEIGHTS, FusedNetwork, fuse
-from cdmpp.program.network import Network, example_inputs
-from cdmpp.program.tasks import tasks_of
-from cdmpp.program.tvm_env import import_tvm, normalise, quiet
+from cdmpp.program import import_tvm, normalise, quiet
+from cdmpp.program.network import PREPARE_WEIGHTS, FusedNetwork, Network, example_inputs, fuse, tasks_of
 from cdmpp.program.types import Task
 
 logger = logging.getLogger(__name__)

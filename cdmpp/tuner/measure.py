@@ -17,7 +17,7 @@ from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job, threads_of
 from cdmpp.profiler.engine import BuildJob, Engine, Executor, Outcome
-from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.program import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 from cdmpp.tuner.config import TuneConfig
 

@@ -16,17 +16,15 @@ from numpy.typing import NDArray
 
 from cdmpp.device import Device
 from cdmpp.errors import ProgramError, TunerError
-from cdmpp.predictor.roofline import roofline_s
+from cdmpp.predictor.pair_features import roofline_s
 from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.program.ast import compact_asts
 from cdmpp.program.types import Task
-from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
+from cdmpp.tuner.candidates import Candidate, DecisionSearch, TaskTuner, runner_results
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.measure import Measurer, in_time
-from cdmpp.tuner.progress import Progress
-from cdmpp.tuner.scheduler import leave_alone, next_task, worth_measuring
-from cdmpp.tuner.search import DecisionSearch
-from cdmpp.tuner.store import TuningStore, replayed
+from cdmpp.tuner.progress import Progress, leave_alone, next_task, worth_measuring
+from cdmpp.tuner.results import TuningStore, replayed
 
 if TYPE_CHECKING:
     from cdmpp.tuner.validity import ValidityGuard

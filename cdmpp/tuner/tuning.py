@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.device import Device
 from cdmpp.errors import TunerError
+from cdmpp.program import import_tvm
 from cdmpp.program.network import Network
-from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.types import Task
 from cdmpp.tuner.config import AUTO, TuneConfig
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
@@ -27,7 +27,7 @@ from cdmpp.tuner.measure import (
     make_engine,
 )
 from cdmpp.tuner.progress import Progress
-from cdmpp.tuner.results import TaskResult, TuneReport, write_report
+from cdmpp.tuner.results import TaskResult, TuneReport, TuningStore, check_folder, keep, write_report
 from cdmpp.tuner.session import (
     Searches,
     TuningSession,
@@ -37,7 +37,6 @@ from cdmpp.tuner.session import (
     measure_untuned,
     summed,
 )
-from cdmpp.tuner.store import TuningStore, check_folder, keep
 
 if TYPE_CHECKING:
     from cdmpp.profiler.ray import RayExecutor
@@ -61,7 +60,7 @@ def tune(
     the schedules that TVM Relax gives them by default.
 
     `device` is with the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5``. `out` is a folder
-    (:mod:`cdmpp.tuner.store`); with `resume` a tuning that is there goes on, and nothing is measured twice. `warm_start` are
+    (:mod:`cdmpp.tuner.results`); with `resume` a tuning that is there goes on, and nothing is measured twice. `warm_start` are
     folders of earlier records, or ``"auto"`` (:func:`cdmpp.tuner.warm_start.warm_start`); `progress` is called after each
     round, `notify` with one-line news.
 

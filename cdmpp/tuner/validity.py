@@ -23,10 +23,9 @@ from cdmpp.device import Device, get_device
 from cdmpp.errors import DatasetError, PredictorError, ProfilerError
 from cdmpp.predictor.data import collect_asts
 from cdmpp.predictor.encoding import signed_log1p
-from cdmpp.predictor.roofline import estimate_s
+from cdmpp.predictor.pair_features import estimate_s
 from cdmpp.profiler.gpu.limits import arch_limits
-from cdmpp.program.ast import CompactAST
-from cdmpp.program.ast.schema import LEAF_FEATURES
+from cdmpp.program.ast import LEAF_FEATURES, CompactAST
 from cdmpp.tuner.candidates import Candidate, CandidateCache, TaskTuner, funcs_of, hashes_of
 
 FloatArray = NDArray[np.float64]

@@ -21,12 +21,20 @@ from cdmpp.dataset import DatasetView, load_datasets
 from cdmpp.device import Device, device_features
 from cdmpp.errors import PredictorError, ProgramError
 from cdmpp.predictor.encoding import signed_log1p
+from cdmpp.program import structural_hash
 from cdmpp.program.space import Rebuilder
-from cdmpp.program.tvm_env import structural_hash
 from cdmpp.program.types import Program, Space
 from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
 from cdmpp.tuner.config import AUTO
-from cdmpp.tuner.store import DATASET_FOLDER, RECORD_FILE, json_database, kept_folder, read_kept, replayed, tvm_version
+from cdmpp.tuner.results import (
+    DATASET_FOLDER,
+    RECORD_FILE,
+    json_database,
+    kept_folder,
+    read_kept,
+    replayed,
+    tvm_version,
+)
 
 logger = logging.getLogger(__name__)
 

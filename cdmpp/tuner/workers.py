@@ -22,14 +22,14 @@ from cdmpp.device import Device
 from cdmpp.errors import CdmppError, TunerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.machine import Worker, WorkerDied, requests
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program import import_tvm
 from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import Candidate, TaskTuner
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.progress import Progress
+from cdmpp.tuner.results import DATASET_FOLDER, TuningStore, labels_of, tuning_record
 from cdmpp.tuner.session import Searches, TuningSession, make_models, make_tuners, measure_untuned, work
-from cdmpp.tuner.store import DATASET_FOLDER, TuningStore, labels_of, tuning_record
 
 logger = logging.getLogger(__name__)
 

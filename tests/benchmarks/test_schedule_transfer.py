@@ -24,7 +24,7 @@ from benchmarks.schedule_transfer import (
 )  # fmt: skip
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, PredictorError
-from cdmpp.tuner.learning import Encoded, OnlineModel
+from cdmpp.tuner.cost_model import Encoded, OnlineModel
 from cdmpp.tuner.warm_start import nearest_device
 from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_measured, failure, program, record
 

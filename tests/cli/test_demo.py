@@ -15,13 +15,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from cdmpp.cli import demo
-from cdmpp.cli.main import _parser
+from cdmpp.cli import _parser, demo
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.predictor import Predictor, finetune_config
-from cdmpp.program.network import Network
-from cdmpp.program.tasks import extract_tasks
+from cdmpp.program.network import Network, extract_tasks
 from cdmpp.program.zoo import zoo_networks
 from tests.samples.command import Command
 

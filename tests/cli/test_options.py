@@ -8,8 +8,7 @@ import shlex
 import pytest
 from rich.console import Console
 
-from cdmpp.cli import learn, main, options, render
-from cdmpp.cli.main import _parser, verb_groups
+from cdmpp.cli import _parser, learn, main, options, verb_groups
 from cdmpp.cli.options import settings
 from cdmpp.errors import CdmppError
 from cdmpp.profiler.session import ProfileConfig
@@ -83,9 +82,9 @@ def test_bad_options_are_one_line(args: list[str], said: str, command: Command) 
 
 def test_progress_is_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, lines in ((1e9, 0), (0.0, 2)):
-        monkeypatch.setattr(render, "_EVERY_S", seconds)
+        monkeypatch.setattr(options, "_EVERY_S", seconds)
         text = io.StringIO()
-        with render.Bar(Console(file=text, width=100), "measuring") as bar:
+        with options.Bar(Console(file=text, width=100), "measuring") as bar:
             bar.update(1, 9)
             bar.update(2, 9, "1 failed")
         shown = text.getvalue().splitlines()

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cdmpp.dataset.codegen import collect_codegen, load_codegen, save_codegen
-from cdmpp.dataset.record import Record
-from cdmpp.dataset.schema import write_parquet
+from cdmpp.dataset.record import Record, write_parquet
 from cdmpp.dataset.store import write_dataset
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError

@@ -10,7 +10,7 @@ import pytest
 
 from cdmpp.dataset import Dataset, load_datasets
 from cdmpp.device import Device, load_table
-from cdmpp.device.detect import ROOT_VARIABLE
+from cdmpp.device.table import ROOT_VARIABLE
 from cdmpp.errors import DatasetError
 from tests.machines import FIVE, MACHINES, write_machine
 from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_all, record

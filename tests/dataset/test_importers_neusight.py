@@ -14,11 +14,11 @@ from cdmpp.dataset.importers import ImportReport, import_neusight
 from cdmpp.dataset.importers.neusight_traces import forward_calls
 from cdmpp.errors import DatasetError, NetworkError
 from cdmpp.files import read_yaml
+from cdmpp.program import import_tvm
 from cdmpp.program.ast import compact_ast
 from cdmpp.program.graph import NetworkGraph, load_graphs
+from cdmpp.program.network import task_from_prim_func
 from cdmpp.program.space import rebuild
-from cdmpp.program.tasks import task_from_prim_func
-from cdmpp.program.tvm_env import import_tvm
 from cdmpp.program.types import Task
 from tests.samples.command import Command
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cdmpp.dataset import Dataset, load_datasets, noise_floor_mape
-from cdmpp.dataset.labels import (
+from cdmpp.dataset.view import (
     LABEL_COLUMNS,
     MIN_REMEASURED,
     disturbance,

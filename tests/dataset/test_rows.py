@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.dataset import rows as rows_module
-from cdmpp.dataset.rows import RowStore
+from cdmpp.dataset import store as rows_module
+from cdmpp.dataset.store import RowStore
 from cdmpp.errors import DatasetError
 
 JSON = st.recursive(
@@ -92,7 +92,7 @@ def test_one_writes_and_others_read(store: RowStore, disk: str) -> None:
 _ADD = """
 import sys
 from pathlib import Path
-from cdmpp.dataset import rows
+from cdmpp.dataset import store as rows
 rows._file_system = lambda folder: sys.argv[2]
 store = rows.RowStore(Path(sys.argv[1]), write=True)
 for number in range(10**6):

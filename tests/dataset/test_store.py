@@ -18,9 +18,8 @@ from pandas.testing import assert_frame_equal
 
 from cdmpp.dataset import SCHEMA_VERSION, Dataset, Record, load_datasets
 from cdmpp.dataset import store as store_module
-from cdmpp.dataset.rows import RowStore
-from cdmpp.dataset.schema import MAX_ERROR_CHARS, RECORD_COLUMNS, SCHEMAS, write_parquet
-from cdmpp.dataset.store import write_dataset
+from cdmpp.dataset.record import MAX_ERROR_CHARS, RECORD_COLUMNS, SCHEMAS, write_parquet
+from cdmpp.dataset.store import RowStore, write_dataset
 from cdmpp.errors import DatasetError, LabelError, SchemaVersionError
 from cdmpp.program.types import Program, Task
 from tests.samples.datasets import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cdmpp.device import Device, DeviceTable, detect, get_device, load_table
-from cdmpp.device.detect import ROOT_VARIABLE, detect_cpu, machine_facts
+from cdmpp.device.table import ROOT_VARIABLE, detect_cpu, machine_facts
 from tests.machines import MACHINES, write_machine
 
 SHIPPED = load_table(this_machine=False)
@@ -119,7 +119,7 @@ def test_this_machine_is_what_llvm_takes_it_for(monkeypatch: pytest.MonkeyPatch)
     """Of the host, TVM's LLVM and the flags must allow the code that we compile for it."""
     monkeypatch.delenv(ROOT_VARIABLE, raising=False)
     code = (
-        "from cdmpp.program.tvm_env import import_tvm; tvm = import_tvm(); "
+        "from cdmpp.program import import_tvm; tvm = import_tvm(); "
         "f = tvm.get_global_func('target.llvm_get_system_cpu'); print(f())"
     )
     host = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -19,8 +19,7 @@ from cdmpp.predictor import Predictor
 from cdmpp.predictor.uncertainty import Calibration
 from cdmpp.program.graph import FOLDER, GraphNode, network_graph, save_graph
 from cdmpp.program.library_ops import linear
-from cdmpp.program.network import Network
-from cdmpp.program.tasks import task_from_prim_func
+from cdmpp.program.network import Network, task_from_prim_func
 from cdmpp.program.types import Task
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.tuning import tune_tasks

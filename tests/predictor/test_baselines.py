@@ -19,9 +19,9 @@ from cdmpp.predictor.baselines.xgboost import (
     load_per_store,
     save_per_store,
 )
-from cdmpp.predictor.batching import Context, PaddedBatch
 from cdmpp.predictor.config import TrainConfig
 from cdmpp.predictor.data import split_data
+from cdmpp.predictor.encoding import Context, PaddedBatch
 from tests.samples.training import changed, make_ast, with_counts
 
 

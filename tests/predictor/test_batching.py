@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.predictor.batching import PackedPrograms, inference_batches, training_batches
-from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.encoding import FeatureEncoder, PackedPrograms, inference_batches, training_batches
 from tests.samples.training import make_ast
 
 

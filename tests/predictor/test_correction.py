@@ -10,7 +10,7 @@ import pytest
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import correction
 from cdmpp.predictor.correction import fit_correction
-from cdmpp.predictor.transforms import Correction
+from cdmpp.predictor.encoding import Correction
 
 
 def made(tasks: int, of_task: int = 8, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

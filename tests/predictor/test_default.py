@@ -13,7 +13,7 @@ import pytest
 
 import cdmpp
 from cdmpp.device import get_device
-from cdmpp.device.detect import ROOT_VARIABLE
+from cdmpp.device.table import ROOT_VARIABLE
 from cdmpp.errors import DatasetError, PredictorError
 from cdmpp.predictor import Predictor, TrainingData, evaluate, gather
 from cdmpp.predictor.config import DataConfig

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cdmpp.predictor.config import LossConfig
+from cdmpp.predictor.encoding import LabelTransform
 from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss, pairwise_ranking, relative_error
-from cdmpp.predictor.transforms import LabelTransform
 
 
 def test_relative_error_is_exact_up_to_the_cap():

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.batching import Context, PaddedBatch
 from cdmpp.predictor.config import ModelConfig
+from cdmpp.predictor.encoding import Context, PaddedBatch
 from cdmpp.predictor.network import VARIANTS, LatencyNetwork, PiecewiseLinear, PreOrderEncoding, positional_encoding
 
 LEAF_DIM, DEVICE_DIM = 7, 3

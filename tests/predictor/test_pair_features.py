@@ -15,10 +15,13 @@ from cdmpp.predictor.pair_features import (
     PAIR_FEATURES,
     TIME_PARTS,
     CodeRows,
+    ProgramView,
     code_rows,
+    estimate_s,
     pair_rows,
+    power_headroom,
+    roofline_s,
 )
-from cdmpp.predictor.roofline import ProgramView, estimate_s, power_headroom, roofline_s
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from tests.samples.training import CPU, make_data, program
 

@@ -11,7 +11,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import split_data
 from cdmpp.predictor.baselines import make_model
-from cdmpp.predictor.roofline import REFERENCES, estimate_s, reference_s, roofline_s
+from cdmpp.predictor.pair_features import REFERENCES, estimate_s, reference_s, roofline_s
 from tests.samples.training import CPU, make_data, program
 
 

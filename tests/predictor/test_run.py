@@ -15,7 +15,7 @@ import pytest
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, load_config, train
 from cdmpp.predictor.data import split_data
-from cdmpp.predictor.roofline import REFERENCES
+from cdmpp.predictor.pair_features import REFERENCES
 from cdmpp.predictor.training import prepare
 from tests.samples.training import changed, make_data
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from cdmpp.errors import LabelError, PredictorError
-from cdmpp.predictor.transforms import RANGE_FACTOR, LabelTransform, fit_transform, transform_from_json
+from cdmpp.predictor.encoding import RANGE_FACTOR, LabelTransform, fit_transform, transform_from_json
 
 LATENCIES = np.exp(np.random.default_rng(0).gamma(2.0, 1.2, 400) - 11)
 latency_lists = st.lists(st.floats(1e-7, 1e2), min_size=2, max_size=40)

@@ -12,9 +12,9 @@ import pytest
 from cdmpp.dataset.operators import load_operators
 from cdmpp.errors import CdmppError, DatasetError, ProfilerError
 from cdmpp.profiler import library
+from cdmpp.profiler.engine import SamplingPlan
 from cdmpp.profiler.library import measure_operators, profile_library
 from cdmpp.profiler.machine import usable_cores
-from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.network import Network
 from tests.samples.command import Command
 

@@ -16,7 +16,7 @@ from cdmpp.errors import ProfilerError
 from cdmpp.profiler import rpc
 from cdmpp.profiler.cpu import CpuMeasurer, sentinel_job
 from cdmpp.profiler.engine import Engine
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program import import_tvm
 from tests.golden.golden import FOLDER
 from tests.samples.programs import QUICK_CPU, TARGET, as_it_is, endless_task, matmul_task, sampled, segfault_task
 

@@ -9,9 +9,8 @@ import pytest
 
 from cdmpp.profiler import machine as module
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, LoadedProgram, SharedObject, _Item
-from cdmpp.profiler.engine import Executor, Measured, Outcome
+from cdmpp.profiler.engine import Executor, Measured, Outcome, SamplingPlan
 from cdmpp.profiler.machine import Sentinel
-from cdmpp.profiler.statistics import SamplingPlan
 
 
 class Core:

@@ -18,7 +18,7 @@ import pytest
 from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
-from cdmpp.device.detect import machine_facts
+from cdmpp.device.table import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.plan import TaskPlan, replay_plan

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.profiler.statistics import SamplingPlan, label, split_half_difference
+from cdmpp.profiler.engine import SamplingPlan, label, split_half_difference
 
 latencies = st.lists(st.floats(1e-8, 10.0), min_size=2, max_size=40)
 

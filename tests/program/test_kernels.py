@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from cdmpp.errors import ProgramError
-from cdmpp.program import generators
+from cdmpp.program import generators, import_tvm
 from cdmpp.program.space import CUDA_SPACE_TARGET
-from cdmpp.program.tvm_env import import_tvm
 
 OPERATORS = {
     "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "FloorDiv": operator.floordiv,

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import NetworkError, UnsupportedOpError
-from cdmpp.program.network import Network, example_inputs, load_network
-from cdmpp.program.tasks import extract_tasks
+from cdmpp.program.network import Network, example_inputs, extract_tasks, load_network
 from tests.samples.pickles import pickle_that_touches
 
 torch = pytest.importorskip("torch")

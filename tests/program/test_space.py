@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cdmpp.errors import ProgramError
+from cdmpp.program import import_tvm, structural_hash
 from cdmpp.program.space import Rebuilder, TaskSpaces, rebuild, sample_programs, unscheduled
-from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Space, Task
 from tests.samples.programs import matmul_task, te_task
 

@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import NetworkError, ProgramError
-from cdmpp.program.fusion import PREPARE_WEIGHTS, fuse
-from cdmpp.program.network import Network, example_inputs, load_network
-from cdmpp.program.tasks import extract_tasks, task_from_prim_func
-from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.program import import_tvm, structural_hash
+from cdmpp.program.network import (
+    PREPARE_WEIGHTS,
+    Network,
+    example_inputs,
+    extract_tasks,
+    fuse,
+    load_network,
+    task_from_prim_func,
+)
 from cdmpp.program.types import Task
 from cdmpp.program.zoo import zoo_entry
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from cdmpp.errors import NetworkError
-from cdmpp.program.network import example_inputs, load_network
-from cdmpp.program.tasks import extract_tasks
+from cdmpp.program.network import example_inputs, extract_tasks, load_network
 from cdmpp.program.zoo import task_counts, zoo_entry, zoo_networks
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.arguments import Reference, reference_inputs, summarise_outputs
+from cdmpp.profiler.engine import SamplingPlan
 from cdmpp.profiler.gpu.build import KernelJob
 from cdmpp.profiler.gpu.bundle import Bundle, BundledProgram, CudaProgram, Launch
 from cdmpp.profiler.gpu.measure import job_of
 from cdmpp.profiler.gpu.sampling import GpuFacts, GpuFault
-from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Program, Space, Task
 
 #: The names of the GPUs below, to be put into a configuration.

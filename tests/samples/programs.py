@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer
-from cdmpp.profiler.engine import BuildJob, Engine, Executor
+from cdmpp.profiler.engine import BuildJob, Engine, Executor, SamplingPlan
 from cdmpp.profiler.machine import core_groups, usable_cores
 from cdmpp.profiler.session import ProfileConfig
-from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program import import_tvm, structural_hash
 from cdmpp.program.space import TaskSpaces
-from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.program.types import Program, Task
 
 #: Code that every x86 machine runs.

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program import import_tvm
 
 #: Name -> text, without the comments between programs.
 _TEXTS = dict(

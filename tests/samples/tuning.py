@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.profiler.engine import BuildJob, Outcome
-from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.config import Objective, TuneConfig
 from cdmpp.tuner.measure import Measurer
-from cdmpp.tuner.objective import Objective
 from cdmpp.tuner.results import TuneReport
 from cdmpp.tuner.tuning import tune_tasks
 from tests.samples.programs import matmul_task

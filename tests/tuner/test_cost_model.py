@@ -12,8 +12,8 @@ import torch
 
 import cdmpp
 from cdmpp.predictor.training import TrainResult
+from cdmpp.program import import_tvm, structural_hash
 from cdmpp.program.network import Network
-from cdmpp.program.tvm_env import import_tvm, structural_hash
 from cdmpp.tuner import CostModel, Measurer, builder_and_runner
 from cdmpp.tuner.candidates import TaskTuner, runner_results
 from cdmpp.tuner.deployment import import_network

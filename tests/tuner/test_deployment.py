@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.profiler.engine import SamplingPlan
 from cdmpp.tuner.deployment import Sampled, VariantLatency, largest_difference, sample_in_turn
 
 #: Enough quiet samples are four (half of min_samples).

@@ -11,22 +11,19 @@ from typing import Any
 import pytest
 
 from cdmpp.dataset import Dataset
-from cdmpp.dataset.codec import join_meta
+from cdmpp.dataset.record import join_meta
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
-from cdmpp.profiler.engine import BuildJob, Engine
+from cdmpp.profiler.engine import BuildJob, Engine, SamplingPlan
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.measure import profile_gpu
 from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
-from cdmpp.profiler.statistics import SamplingPlan
+from cdmpp.program import structural_hash
 from cdmpp.program.space import TaskSpaces
-from cdmpp.program.tvm_env import structural_hash
 from cdmpp.tuner.candidates import DEFAULT, TaskTuner, default_schedule
-from cdmpp.tuner.config import TuneConfig
+from cdmpp.tuner.config import Objective, TuneConfig
 from cdmpp.tuner.measure import device_of_this_machine, make_engine
-from cdmpp.tuner.objective import Objective
-from cdmpp.tuner.results import TuneReport
-from cdmpp.tuner.store import DATASET_FOLDER, json_database
+from cdmpp.tuner.results import DATASET_FOLDER, TuneReport, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import worker_cores
 from tests.samples.command import Command

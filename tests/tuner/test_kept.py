@@ -12,9 +12,8 @@ import pytest
 from cdmpp.dataset import Dataset
 from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.tuner.measure import device_of_this_machine
-from cdmpp.tuner.results import COLUMNS, summary_lines, task_rows
-from cdmpp.tuner.scheduler import LEFT_ALONE, leave_alone
-from cdmpp.tuner.store import DATASET_FOLDER, json_database
+from cdmpp.tuner.progress import LEFT_ALONE, leave_alone
+from cdmpp.tuner.results import COLUMNS, DATASET_FOLDER, json_database, summary_lines, task_rows
 from cdmpp.tuner.warm_start import kept_programs
 from tests.samples.programs import matmul_task
 from tests.samples.tuning import FakeEngine, made_up_latency_s, tuned

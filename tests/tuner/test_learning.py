@@ -14,7 +14,7 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor
 from cdmpp.predictor.training import TrainResult
 from cdmpp.program.ast import CompactAST
-from cdmpp.tuner.learning import AnalyticalPrior, Correction, Kernel, OnlineModel, PredictorPrior, fit_correction
+from cdmpp.tuner.cost_model import AnalyticalPrior, Correction, Kernel, OnlineModel, PredictorPrior, fit_correction
 from tests.samples.training import make_ast, make_device
 
 pytestmark = pytest.mark.usefixtures("on_zen3")

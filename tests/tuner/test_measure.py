@@ -12,7 +12,7 @@ import pytest
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.engine import BuildJob, Outcome
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program import import_tvm
 from cdmpp.tuner.measure import Measurer, in_time, job_of_module
 from tests.samples.programs import matmul_task, quick_engine, sampled
 from tests.samples.tuning import FakeEngine, made_up_latency_s

@@ -11,8 +11,8 @@ import pytest
 
 from cdmpp.errors import TunerError
 from cdmpp.program.types import Program
-from cdmpp.tuner.objective import Costs, Curve, Objective, Point
-from cdmpp.tuner.scheduler import TaskState, next_task, worth_measuring
+from cdmpp.tuner.config import Costs, Curve, Objective, Point
+from cdmpp.tuner.progress import TaskState, next_task, worth_measuring
 
 
 def curve(latency_s: Any, times: Sequence[float]) -> Curve:

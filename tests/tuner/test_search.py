@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import cdmpp
-from cdmpp.tuner.candidates import TaskTuner, hashes_of
+from cdmpp.tuner.candidates import DecisionSearch, TaskTuner, hashes_of
 from cdmpp.tuner.cost_model import CostModel
-from cdmpp.tuner.search import DecisionSearch
 from tests.samples.programs import matmul_task
 from tests.samples.tuning import made_up_latency_s
 

@@ -16,10 +16,10 @@ import pytest
 from cdmpp.dataset import Dataset
 from cdmpp.errors import DatasetError, TunerError
 from cdmpp.profiler.machine import usable_cores
-from cdmpp.program.tvm_env import import_tvm, structural_hash
+from cdmpp.program import import_tvm, structural_hash
 from cdmpp.tuner.candidates import TaskTuner, signals_held_back
 from cdmpp.tuner.cost_model import CostModel
-from cdmpp.tuner.store import CURVE_FILE, DATASET_FOLDER, RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
+from cdmpp.tuner.results import CURVE_FILE, DATASET_FOLDER, RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
 from tests.samples.programs import matmul_task
 from tests.samples.tuning import FakeEngine, interrupt_after, made_up_latency_s, tuned
 
@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_written_is_one_clear_error(tmp_path: Path, monkey
     out, kept = tmp_path / "t", "what was measured before is kept: go on with --resume"
     with monkeypatch.context() as patch:
         # root may write everywhere, but not into a folder that is not there
-        patch.setattr("cdmpp.tuner.store.CURVE_FILE", "nowhere/curve.jsonl")
+        patch.setattr("cdmpp.tuner.results.CURVE_FILE", "nowhere/curve.jsonl")
         with pytest.raises(TunerError, match=rf"cannot write .*curve\.jsonl: No such file.*; {kept}"):
             tuned(FakeEngine(), out, 12)
     measured = len(Dataset.open(out / DATASET_FOLDER).records)

@@ -13,13 +13,12 @@ from cdmpp.cli.tune import devices_with_shares
 from cdmpp.device import Device
 from cdmpp.errors import TunerError
 from cdmpp.profiler.calibration import Calibration, DegreeResult
+from cdmpp.program import import_tvm
 from cdmpp.program.network import Network
-from cdmpp.program.tvm_env import import_tvm
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network
 from cdmpp.tuner.measure import Measurer, calibrated_degree, device_of_this_machine
-from cdmpp.tuner.results import TuneReport
-from cdmpp.tuner.store import json_database
+from cdmpp.tuner.results import TuneReport, json_database
 from cdmpp.tuner.tuning import tune, tune_tasks
 from tests.samples.command import Command
 from tests.samples.programs import QUICK_PLAN, matmul_task

@@ -22,7 +22,7 @@ from cdmpp.program.types import Program, Task
 from cdmpp.tuner import validity
 from cdmpp.tuner.candidates import TaskTuner
 from cdmpp.tuner.cost_model import GuardedModel
-from cdmpp.tuner.store import DATASET_FOLDER
+from cdmpp.tuner.results import DATASET_FOLDER
 from cdmpp.tuner.validity import (
     LIMITS,
     VALIDITY_FEATURES,

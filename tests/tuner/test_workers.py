@@ -14,14 +14,12 @@ import pytest
 from cdmpp.dataset import Dataset
 from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.predictor.training import TrainResult
-from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.profiler.engine import BuildJob, Outcome, SamplingPlan
 from cdmpp.profiler.machine import Worker, usable_cores
-from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Task
 from cdmpp.tuner import workers
 from cdmpp.tuner.measure import device_of_this_machine
-from cdmpp.tuner.results import TuneReport
-from cdmpp.tuner.store import DATASET_FOLDER, json_database
+from cdmpp.tuner.results import DATASET_FOLDER, TuneReport, json_database
 from cdmpp.tuner.tuning import tune_tasks
 from cdmpp.tuner.workers import partition, worker_cores
 from tests.samples.programs import matmul_task

@@ -31,9 +31,8 @@ from cdmpp.dataset.record import Record
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError, ProgramError
 from cdmpp.files import shipped_table
-from cdmpp.program import generators
+from cdmpp.program import generators, structural_hash
 from cdmpp.program.space import build_program, generator_program, generator_space
-from cdmpp.program.tvm_env import structural_hash
 from cdmpp.program.types import Program, Space, Task
 
 logger = logging.getLogger(__name__)

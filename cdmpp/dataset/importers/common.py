@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.dataset.record import Record
-from cdmpp.dataset.schema import META_FILE
+from cdmpp.dataset.record import META_FILE, Record
 from cdmpp.dataset.store import write_dataset
 from cdmpp.device import Device, DeviceTable, load_table
 from cdmpp.errors import DatasetError, UnknownDeviceError

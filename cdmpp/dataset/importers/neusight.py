@@ -36,8 +36,8 @@ from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError
 from cdmpp.program.graph import FOLDER, NetworkGraph, save_graph
 from cdmpp.program.library_ops import operator_bytes, operator_flops
+from cdmpp.program.network import library_task
 from cdmpp.program.space import unscheduled
-from cdmpp.program.tasks import library_task
 
 #: Winograd and the like do a 3x3 convolution with fewer multiplications than its formula has: at most by this factor.
 _FAST_CONVOLUTION = 5.0

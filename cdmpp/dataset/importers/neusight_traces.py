@@ -35,7 +35,7 @@ from cdmpp.files import shipped_table
 from cdmpp.program import generators
 from cdmpp.program.graph import GraphNode, NetworkGraph, network_graph
 from cdmpp.program.library_ops import BINARY, ELEMENTWISE_FLOPS
-from cdmpp.program.tasks import library_task
+from cdmpp.program.network import library_task
 from cdmpp.program.types import Task
 
 #: A generator and its arguments.

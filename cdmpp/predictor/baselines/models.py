@@ -15,10 +15,9 @@ from torch import nn
 from cdmpp.dataset import Split
 from cdmpp.dataset.split import ordered
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.batching import LabelledArrays
 from cdmpp.predictor.config import Config
 from cdmpp.predictor.data import TrainingData
-from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.encoding import FeatureEncoder, LabelledArrays
 from cdmpp.predictor.evaluation import score
 from cdmpp.predictor.network import LatencyNetwork
 from cdmpp.predictor.predictor import Predictor
@@ -114,8 +113,8 @@ class TaskMedian(LatencyModel):
 
 
 class RooflineModel(LatencyModel):
-    """A reference latency (``"roofline"`` or ``"estimate"`` of :mod:`cdmpp.predictor.roofline`), by default times the median
-    of measured over reference in training, per device (of all devices for one that is not in training)."""
+    """A reference latency (``"roofline"`` or ``"estimate"`` of :mod:`cdmpp.predictor.pair_features`), by default times the
+    median of measured over reference in training, per device (of all devices for one that is not in training)."""
 
     def __init__(self, reference: str = "roofline", scaled: bool = True) -> None:
         self.name = reference

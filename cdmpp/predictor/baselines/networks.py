@@ -17,10 +17,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from cdmpp.dataset import Split
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.baselines.models import TrainedModel
-from cdmpp.predictor.batching import Context, LabelledArrays, PaddedBatch
 from cdmpp.predictor.config import Config, LossConfig, TrainConfig, config_from_dict
 from cdmpp.predictor.data import TrainingData
-from cdmpp.predictor.encoding import FeatureEncoder
+from cdmpp.predictor.encoding import Context, FeatureEncoder, LabelledArrays, PaddedBatch
 from cdmpp.predictor.network import PreOrderEncoding
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ AGGREGATED_DIM = 2 * PER_STORE_DIM + 1
 
 def extract_per_store(funcs: Sequence[Any]) -> list[NDArray[np.float64]]:
     """PrimFuncs of CPU programs -> one float64 matrix (stores, 164) each; ProgramError if TVM cannot lower or analyse one."""
-    from cdmpp.program.tvm_env import import_tvm
+    from cdmpp.program import import_tvm
 
     tvm = import_tvm()
     from tvm.s_tir import meta_schedule as ms

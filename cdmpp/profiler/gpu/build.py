@@ -16,8 +16,8 @@ from cdmpp.profiler.engine import BuildJob, Built, last_line
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram, Launch
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.limits import resource_fault, rule_fault
+from cdmpp.program import import_tvm, quiet
 from cdmpp.program.space import Rebuilder, TaskSpaces
-from cdmpp.program.tvm_env import import_tvm, quiet
 from cdmpp.program.types import Program, Space, Task
 
 #: The source needs no more of the C++ library than this; TVM's own list makes NVRTC read all of libcu++.

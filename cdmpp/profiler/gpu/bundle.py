@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cdmpp.dataset import codec
+from cdmpp.dataset.record import from_arrow, to_arrow
 from cdmpp.errors import BundleError, reason
 from cdmpp.files import parse_json, replacing
 from cdmpp.profiler.arguments import ArgSpec, Reference
@@ -158,9 +158,9 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
         for n in r.outputs
     ]
     tables = {
-        "tasks": codec.to_arrow("tasks", bundle.tasks.values()),
-        "spaces": codec.to_arrow("spaces", bundle.spaces.values()),
-        "programs": codec.to_arrow("programs", bundle.programs.values()),
+        "tasks": to_arrow("tasks", bundle.tasks.values()),
+        "spaces": to_arrow("spaces", bundle.spaces.values()),
+        "programs": to_arrow("programs", bundle.programs.values()),
         "kernels": pa.Table.from_pylist(kernels, _KERNELS),
         "references": pa.Table.from_pylist(references, _REFERENCES),
     }
@@ -213,7 +213,7 @@ def read_bundle(path: str | Path) -> Bundle:
         version = note.get("bundle_version") if isinstance(note, dict) else None
         raise BundleError(f"{path} has bundle version {version!r}; this cdmpp reads {BUNDLE_VERSION}")
     try:
-        tasks, spaces, programs = (codec.from_arrow(name, tables[name]) for name in ("tasks", "spaces", "programs"))
+        tasks, spaces, programs = (from_arrow(name, tables[name]) for name in ("tasks", "spaces", "programs"))
         kernels = [_kernel(row) for row in tables["kernels"].to_pylist()]
         return Bundle(note, tasks, spaces, programs, kernels, _references(tables["references"].to_pylist()))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as err:

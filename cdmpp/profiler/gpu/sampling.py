@@ -26,12 +26,11 @@ from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler import machine
 from cdmpp.profiler.arguments import TOLERANCE, output_error, reference_inputs, summarise_outputs
-from cdmpp.profiler.engine import BuildConfig, BuildJob, Measured, Measurer, Running
+from cdmpp.profiler.engine import BuildConfig, BuildJob, Measured, Measurer, Running, SamplingPlan
 from cdmpp.profiler.gpu.build import KernelBuilder, KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.limits import cuda_arch
 from cdmpp.profiler.machine import Worker, WorkerDied
-from cdmpp.profiler.statistics import SamplingPlan
 
 logger = logging.getLogger(__name__)
 

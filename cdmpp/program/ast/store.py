@@ -16,8 +16,7 @@ import numpy as np
 
 from cdmpp.errors import DatasetError, FeatureMismatchError, raised_as, reason
 from cdmpp.files import replacing
-from cdmpp.program.ast import CompactAST
-from cdmpp.program.ast.schema import FEATURE_SET, LEAF_FEATURES
+from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES, CompactAST
 
 _META_KEY = b"cdmpp_ast"
 #: Some 0.2 ms a leaf to write; 9 would be six times faster and a tenth larger.

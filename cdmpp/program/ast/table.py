@@ -3,11 +3,14 @@
 Loops are numbered from the innermost here: column ``k`` of an array over loops is the ``k``-th loop from inside, column ``k``
 of an array over *depths* is the state in which the ``k`` innermost loops vary (0: one iteration). The threads of a GPU block
 run together: loops bound to threads count as innermost, but for a vectorised loop.
+
+Their footprints are how much memory a leaf touches while its inner loops run, and what that means for caches and registers: an
+analytical model, independent of the device, in which caches are a fixed series of capacities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -214,3 +217,265 @@ def leaf_table(found: Collected) -> LeafTable:
         gathers=gathers,
         renewed=renewed,
     )
+
+
+#: Widths of SIMD registers in bytes for which instructions are counted.
+SIMD_BYTES: tuple[int, ...] = (16, 32, 64)
+LINE_BYTES = 64.0
+PAGE_BYTES = 4096.0
+#: Sets of a cache of 64 sets (32 KB, 8 ways) and of 1024 sets (1 MB, 16 ways) repeat after so many bytes.
+SET_PERIODS = (4 << 10, 64 << 10)
+
+
+@dataclass(frozen=True)
+class Footprints:
+    """What the accesses touch."""
+
+    #: (accesses,): :attr:`LeafTable.access_leaf`.
+    leaf: IntArray
+    #: (accesses, depths): distinct elements of storage touched by the ``k`` innermost loops.
+    elements: FloatArray
+    #: (accesses, depths): distinct elements of data, for storage may be used anew.
+    data: FloatArray
+    #: (accesses, depths): distinct cache lines, in bytes.
+    lines: FloatArray
+    #: (accesses, depths): distinct pages of 4 KB.
+    pages: FloatArray
+    #: (accesses, depths): elements that lie side by side in storage.
+    runs: FloatArray
+    #: (accesses, loops): elements between the addresses of successive iterations of one loop.
+    stride: FloatArray
+    #: (accesses, loops): the data accessed depend on the loop.
+    uses: BoolArray
+    #: (accesses,): bytes of the buffer as it will be allocated.
+    storage: FloatArray
+    #: (leaves, depths): bytes touched by all leaves below the ``k``-th loop while it runs once through.
+    working_set: FloatArray
+    #: (programs,): bytes touched by the whole program.
+    program_bytes: FloatArray
+
+    def per_leaf(self, values: FloatArray) -> FloatArray:
+        """Sums over the accesses of each leaf, (leaves,)."""
+        return np.bincount(self.leaf, weights=values, minlength=len(self.working_set))
+
+    @classmethod
+    def of(cls, table: LeafTable, nest: LoopNest) -> Footprints:
+        """The footprints of a batch."""
+        leaf, buffer, itemsize = table.access_leaf, table.access_buffer, table.access["itemsize"]
+        starts = np.searchsorted(table.row_access, np.arange(len(leaf)))
+        row_leaf = leaf[table.row_access]
+        shape = _storage_shape(table, buffer)
+        caps = with_one(np.cumprod(np.where(table.uses, nest.extent[row_leaf], 1.0), axis=1))
+        span = np.minimum(table.span, (shape - 1)[:, None])
+        count = np.minimum(span + 1, caps)
+        uses = _by_access(np.logical_or, starts, table.uses)
+        points = with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
+        elements = np.minimum(_by_access(np.multiply, starts, count), points)
+        extents = _extents(table, starts, shape, span, count)
+        lines = np.minimum(extents.blocks(LINE_BYTES / itemsize), elements) * LINE_BYTES
+        working_set, program_bytes = _working_sets(table, nest, leaf, buffer, lines)
+        return cls(
+            leaf=leaf,
+            elements=elements,
+            data=elements * with_one(np.cumprod(np.where(table.renewed, nest.extent[leaf], 1.0), axis=1)),
+            lines=lines,
+            pages=np.minimum(extents.blocks(PAGE_BYTES / itemsize), elements),
+            runs=np.minimum(np.minimum(extents.run, extents.run_count), elements),
+            stride=_by_access(np.add, starts, table.coef * extents.strides[:, None]),
+            uses=uses | table.renewed,
+            storage=_by_access(np.multiply, starts, shape) * itemsize,
+            working_set=working_set,
+            program_bytes=program_bytes,
+        )
+
+
+def _by_access(function: np.ufunc, starts: IntArray, values: NDArray[Any]) -> NDArray[Any]:
+    """Sum, maximum or the like over the rows of each access; ``starts`` has the first row of each."""
+    return function.reduceat(values, starts, axis=0) if len(starts) else values
+
+
+def by_leaf(function: np.ufunc, leaf: IntArray, values: NDArray[Any], n_leaves: int) -> NDArray[Any]:
+    """Sum, maximum or the like over the accesses or rows of each leaf, (leaves, ...); zero for leaves without any. ``leaf``
+    (accesses | rows,) must not decrease."""
+    out = np.zeros((n_leaves, *values.shape[1:]), dtype=values.dtype)
+    first = np.flatnonzero(np.diff(leaf, prepend=-1))
+    if len(first):
+        out[leaf[first]] = function.reduceat(values, first, axis=0)
+    return out
+
+
+def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
+    """Extent of each row's dimension as allocated: TVM shrinks a buffer to what is live between the loops that
+    all its accesses share."""
+    shape = table.shape
+    allocated = table.access["allocated"][table.row_access]
+    if not allocated.any():
+        return shape
+    dimension = table.row[:, 1]
+    dims = int(dimension.max()) + 1
+    key = buffer[table.row_access] * dims + dimension
+    live = np.zeros(len(table.buffer) * dims)
+    np.maximum.at(live, key, table.span[:, -1] + 1)
+    return np.where(allocated, np.minimum(shape, live[key]), shape)
+
+
+@dataclass(frozen=True)
+class _Extents:
+    """Where in storage the elements of each access lie, (accesses, depths) each: ``run`` elements from first to last without a
+    gap between rows, ``run_count`` of them touched, ``outer`` such runs, ``linear`` elements from the very first to the very
+    last. ``strides`` is the element stride of each row, (rows,)."""
+
+    run: FloatArray
+    run_count: FloatArray
+    outer: FloatArray
+    linear: FloatArray
+    strides: FloatArray
+
+    def blocks(self, size: FloatArray) -> FloatArray:
+        """Aligned blocks (lines, pages) of ``size`` elements (accesses,) that are touched, (accesses, depths)."""
+        size = size[:, None]
+        blocks = self.outer * np.minimum(np.ceil(self.run / size), self.run_count)
+        return np.minimum(blocks, np.ceil((self.linear + 1) / size))
+
+
+def _extents(table: LeafTable, starts: IntArray, shape: FloatArray, span: FloatArray, count: FloatArray) -> _Extents:
+    n = len(starts)
+    ends = np.append(starts[1:], len(shape))
+    dims = ends - starts
+    depths = span.shape[1]
+    strides = np.ones(len(shape))
+    size = np.ones(n)
+    run = np.ones((n, depths))
+    run_count = np.ones((n, depths))
+    outer = np.ones((n, depths))
+    whole = np.ones((n, depths), dtype=bool)
+    linear = np.zeros((n, depths))
+    for j in range(int(dims.max(initial=1))):
+        have = np.flatnonzero(dims > j)
+        row = ends[have] - 1 - j
+        strides[row] = size[have]
+        s, c = span[row], count[row]
+        full = whole[have]
+        linear[have] += s * size[have, None]
+        run[have] = np.where(full, run[have] + s * size[have, None], run[have])
+        run_count[have] *= np.where(full, c, 1.0)
+        outer[have] *= np.where(full, 1.0, c)
+        whole[have] = full & (s + 1 >= shape[row][:, None])
+        size[have] *= shape[row]
+    return _Extents(run, run_count, outer, linear, strides)
+
+
+def _working_sets(
+    table: LeafTable, nest: LoopNest, leaf: IntArray, buffer: IntArray, lines: FloatArray
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes touched below each loop by all leaves in it, and by each program; a buffer that several leaves touch counts once,
+    with the largest of their footprints."""
+    n_leaves, loops = nest.extent.shape
+    n_nodes, n_programs = len(table.node), len(table.program)
+    node = nest.node[leaf]
+    root = n_nodes + table.leaf["program"][leaf].astype(np.int64)
+    have = node >= 0
+    nodes = np.concatenate([node[have], root])
+    buffers = np.concatenate([np.broadcast_to(buffer[:, None], node.shape)[have], buffer])
+    values = np.concatenate([lines[:, 1:][have], lines[:, -1]])
+    key = nodes * max(1, len(table.buffer)) + buffers
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    first = np.flatnonzero(np.diff(key, prepend=-1))
+    largest = np.maximum.reduceat(values[order], first) if len(key) else values
+    total = np.bincount(nodes[order][first], weights=largest, minlength=n_nodes + n_programs)
+    own = np.bincount(leaf, weights=lines[:, 0], minlength=n_leaves)
+    working_set = np.empty((n_leaves, loops + 1))
+    working_set[:, 0] = own
+    working_set[:, 1:] = np.where(nest.node >= 0, total[nest.node], 0.0)
+    np.maximum.accumulate(working_set, axis=1, out=working_set)
+    return working_set, total[n_nodes:]
+
+
+def traffic(nest: LoopNest, feet: Footprints, capacity: float) -> FloatArray:
+    """Bytes each access moves into a memory of some capacity, (accesses,).
+
+    Let ``k`` inner loops be the most whose working set fits. Loop ``k + 1`` then finds again what one iteration left, so that
+    its new data are moved once; every loop around it moves all of that again."""
+    return _moved(nest, feet, feet.lines, feet.working_set[:, 1:] <= capacity)
+
+
+def conflict_traffic(table: LeafTable, nest: LoopNest, feet: Footprints, capacity: float, period: int) -> FloatArray:
+    """As :func:`traffic`, into a cache whose sets repeat after ``period`` bytes, (accesses,).
+
+    An access that strides by a multiple of a large power of two uses few of the sets. Its lines then fill the cache as many
+    times faster as there are sets that it leaves out."""
+    sets = period / LINE_BYTES
+    itemsize = table.access["itemsize"][:, None]
+    extent = np.where(feet.uses, nest.extent[feet.leaf], 1.0)
+    step = np.abs(feet.stride) * itemsize
+    whole = np.where(table.gathers | (step == 0), 1, step).astype(np.int64)
+    aligned = whole | period  # its lowest bit is the greatest common divisor, for the period is a power of two
+    positions = np.minimum(extent, period // (aligned & -aligned))
+    used = np.maximum(1.0, positions * np.minimum(1.0, step / LINE_BYTES))
+    used = np.where(table.gathers, extent, used)
+    used = np.minimum(with_one(np.cumprod(used, axis=1)), sets)
+    crowding = np.maximum(1.0, np.minimum(feet.lines / LINE_BYTES, sets) / used)
+    extra = by_leaf(np.add, feet.leaf, feet.lines * (crowding - 1), len(nest.n))
+    return _moved(nest, feet, feet.lines, (feet.working_set + extra)[:, 1:] <= capacity)
+
+
+def page_traffic(nest: LoopNest, feet: Footprints, entries: Sequence[int]) -> list[FloatArray]:
+    """Pages each access moves into tables of so many entries (TLBs), (accesses,) each; as :func:`traffic`."""
+    touched = by_leaf(np.add, feet.leaf, feet.pages, len(nest.n))[:, 1:]
+    return [_moved(nest, feet, feet.pages, touched <= n) for n in entries]
+
+
+def _moved(nest: LoopNest, feet: Footprints, touched: FloatArray, fits: BoolArray) -> FloatArray:
+    k = np.minimum((np.logical_and.accumulate(fits, axis=1) & (nest.node >= 0)).sum(axis=1) + 1, nest.n)
+    rows = np.arange(len(k))
+    outer = nest.iterations / nest.points[rows, k]
+    return touched[np.arange(len(feet.leaf)), k[feet.leaf]] * outer[feet.leaf]
+
+
+def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
+    """Element loads (or stores) each access needs when straight-line code loads an element once, (accesses,); an access that
+    the loop around such code does not move stays in registers across it."""
+    k = nest.tile[feet.leaf]
+    rows = np.arange(len(k))
+    still = (k < nest.n[feet.leaf]) & ~feet.uses[rows, np.minimum(k, feet.uses.shape[1] - 1)]
+    k = k + still
+    return feet.data[rows, k] * (nest.iterations[feet.leaf] / nest.points[feet.leaf, k])
+
+
+def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
+    """Whether a compiler can run the innermost loop in lanes although the schedule did not say so, (leaves,)."""
+    kind = nest.kind[:, 0]
+    simple = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
+    for name in ("branch_inner", "opaque", "guarded"):
+        simple &= table.leaf[name] == 0
+    bad = (np.abs(feet.stride[:, 0]) > 1) | table.gathers[:, 0]
+    return simple & (feet.per_leaf(bad) == 0)
+
+
+def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: int) -> FloatArray:
+    """Instructions per iteration of a leaf if lanes are ``simd_bytes`` wide, (leaves,): 1 for scalar code.
+
+    A vectorised loop is one vector that is cut into registers, the last one partly used. A compiler uses the widest registers
+    that suit the number of iterations, and runs the rest one by one."""
+    itemsize = np.maximum(table.leaf["itemsize"], 1.0)
+    extent = nest.extent[np.arange(len(itemsize)), nest.simd]
+    explicit = np.ceil(extent / np.maximum(1.0, simd_bytes / itemsize)) / extent
+    automatic = np.ones(len(itemsize))
+    for width in SIMD_BYTES:
+        if width <= simd_bytes:
+            lanes = np.maximum(1.0, width / itemsize)
+            automatic = np.minimum(automatic, (np.floor(extent / lanes) + extent % lanes) / extent)
+    return np.where(nest.explicit_simd, explicit, np.where(auto, automatic, 1.0))
+
+
+def neighbour_packs(table: LeafTable, nest: LoopNest, feet: Footprints, simd_bytes: int) -> FloatArray:
+    """Instructions per iteration, (leaves,), if a compiler puts straight-line code into lanes where copies of a statement store
+    to neighbouring elements (superword-level parallelism)."""
+    at = np.arange(len(feet.leaf))
+    stores = table.access["stores"] > 0
+    run = np.where(stores, feet.runs[at, nest.tile[feet.leaf]], 0.0)
+    beside = by_leaf(np.maximum, feet.leaf, run, len(table.ops))
+    lanes = np.maximum(1.0, simd_bytes / np.maximum(table.leaf["itemsize"], 1.0))
+    used = np.exp2(np.floor(np.log2(np.clip(beside, 1.0, lanes))))
+    return 1.0 / used

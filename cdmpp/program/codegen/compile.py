@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.files import replacing
-from cdmpp.program.tvm_env import import_tvm
+from cdmpp.program import import_tvm
 
 
 def compile_to_shared_object(func: Any, target: dict[str, Any], path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.errors import CdmppError, ProgramError
+from cdmpp.program import import_tvm
 from cdmpp.program.codegen import CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS, is_counted
 from cdmpp.program.codegen.blocks import Address, FlowGraph, Instruction
 from cdmpp.program.codegen.compile import compile_to_shared_object
@@ -22,7 +23,6 @@ from cdmpp.program.codegen.core import Core, core_name, core_of
 from cdmpp.program.codegen.loops import function_cycles
 from cdmpp.program.codegen.trips import TripCounts, times_run
 from cdmpp.program.codegen.values import CodeValues
-from cdmpp.program.tvm_env import import_tvm
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

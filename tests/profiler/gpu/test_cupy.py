@@ -10,13 +10,12 @@ import pytest
 from cdmpp.device import Device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.arguments import reference_inputs
-from cdmpp.profiler.engine import Engine
+from cdmpp.profiler.engine import Engine, SamplingPlan
 from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.compile import find_compiler
 from cdmpp.profiler.gpu.measure import check_gpu
 from cdmpp.profiler.gpu.sampling import Gpu, GpuConfig, GpuMeasurer, make_gpu
-from cdmpp.profiler.statistics import SamplingPlan
 from cdmpp.program.types import Program, Task
 from tests.samples.gpu import toy_program
 

@@ -16,12 +16,11 @@ import pytest
 
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError
-from cdmpp.profiler.engine import Engine, Measured, Outcome, Running
+from cdmpp.profiler.engine import Engine, Measured, Outcome, Running, SamplingPlan
 from cdmpp.profiler.gpu.build import KernelJob, MeasureJob
 from cdmpp.profiler.gpu.bundle import Bundle
 from cdmpp.profiler.gpu.compile import find_nvcc
 from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer, Sampler, possible_degree
-from cdmpp.profiler.statistics import SamplingPlan
 from tests.samples.gpu import QUICK, FakeGpu, jobs_of, no_reference, toy_bundle, toy_program
 
 PLAN = SamplingPlan(min_sample_s=0.001, min_samples=4, max_samples=8, target_noise=0.01, max_measure_s=1.0)

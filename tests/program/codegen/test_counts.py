@@ -11,10 +11,10 @@ import pytest
 
 from cdmpp.device import get_device
 from cdmpp.errors import CdmppError, ProgramError
+from cdmpp.program import import_tvm
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.compile import code_key
 from cdmpp.program.codegen.counts import instruction_counts, kinds_of
-from cdmpp.program.tvm_env import import_tvm
 from tests.program.codegen.assembly import CASES, code, counts
 from tests.samples.programs import te_task
 
