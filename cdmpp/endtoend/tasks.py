@@ -53,6 +53,55 @@ class TaskLatency(NamedTuple):
     difficulty: float = 1.0
 
 
+class Fastest(NamedTuple):
+    """What is predicted of all candidates, and which is the fastest of each task."""
+
+    #: (candidates,)
+    latency_s: NDArray[np.float64]
+    #: (tasks,): numbers of candidates, and what was known of these besides their ASTs.
+    best: NDArray[np.int64]
+    evidence: Evidence
+
+
+def fastest(
+    predictor: Predictor,
+    network: str,
+    tasks: Mapping[str, Task],
+    programs: Mapping[str, Candidates],
+    device: Device,
+    compile_best: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Fastest:
+    """Of each task's candidates (by its hash) the fastest: with `compile_best` so many of the best predicted ones are compiled
+    (not run) and predicted again from their instructions, and it is one of these. PredictorError where a prediction is no
+    latency."""
+    if compile_best < 0:
+        raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
+    owners = np.repeat(list(programs), [len(item.asts) for item in programs.values()])
+    funcs = [func for item in programs.values() for func in item.funcs]
+    asts = [ast for item in programs.values() for ast in item.asts]
+
+    def checked(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        wrong = ~(np.isfinite(seconds) & (seconds > 0))
+        if wrong.any():
+            task = tasks[owners[wrong][0]]
+            raise PredictorError(
+                f"the predictor says {seconds[wrong][0]} s for task {task.name} ({task.hash}) of {network} on {device.name}: "
+                "no latency can be made of it"
+            )
+        return seconds
+
+    seconds = checked(np.array(predictor.predict(asts, device), dtype=np.float64))
+    kept, evidence = np.arange(len(asts)), NO_EVIDENCE
+    if compile_best:
+        kept = np.flatnonzero(pd.Series(seconds).groupby(owners, sort=False).rank(method="first") <= compile_best)
+        evidence = predictor.evidence([funcs[i] for i in kept], device, compiled=True, progress=progress)
+        seconds[kept] = predictor.predict_asts([asts[i] for i in kept], device, evidence)
+        checked(seconds)
+    best = pd.Series(seconds[kept]).groupby(owners[kept], sort=False).idxmin().to_numpy()
+    return Fastest(seconds, kept[best], evidence.take(best.tolist()))
+
+
 def predict_tasks(
     predictor: Predictor,
     source: NetworkTasks,
@@ -61,45 +110,16 @@ def predict_tasks(
     compile_best: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[dict[str, TaskLatency], Evidence]:
-    """Each task's program, of several candidates the fastest, and what was known of them besides their ASTs: with
-    `compile_best` so many of the best predicted candidates of each task are compiled (not run) and predicted again from their
-    instructions. PredictorError where a prediction is no latency."""
-    owners = np.repeat(list(programs), [len(item.asts) for item in programs.values()])
+    """Each task's program, as :func:`fastest` chooses it, and what was known of them besides their ASTs."""
+    found = fastest(predictor, source.graph.name, source.tasks, programs, device, compile_best, progress)
     asts = [ast for item in programs.values() for ast in item.asts]
-
-    def check(seconds: NDArray[np.float64]) -> None:
-        wrong = ~(np.isfinite(seconds) & (seconds > 0))
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise PredictorError(
-                f"the predictor says {seconds[at]} s for task {source.tasks[owners[at]].name} ({owners[at]}) of "
-                f"{source.graph.name} on {device.name}: no latency can be made of it"
-            )
-
-    _check_number(compile_best)
-    seconds, evidence = np.asarray(predictor.predict(asts, device), dtype=np.float64), NO_EVIDENCE
-    check(seconds)
-    if compile_best:
-        rank = pd.Series(seconds).groupby(owners, sort=False).rank(method="first")
-        kept = np.flatnonzero(rank <= compile_best)
-        funcs = [func for item in programs.values() for func in item.funcs]
-        owners, asts = owners[kept], [asts[i] for i in kept]
-        evidence = predictor.evidence([funcs[i] for i in kept], device, compiled=True, progress=progress)
-        seconds = predictor.predict_asts(asts, device, evidence)
-        check(seconds)
-    best = pd.Series(seconds).groupby(owners, sort=False).idxmin().loc[list(programs)].tolist()
-    chosen, evidence = [asts[i] for i in best], evidence.take(best)
-    flags = [None] * len(best) if predictor.familiarity is None else predictor.unfamiliar(chosen, device).tolist()
-    difficulty = predictor.difficulty(Pairs.of(chosen, device, evidence))
+    chosen = [asts[i] for i in found.best]
+    flags = [None] * len(chosen) if predictor.familiarity is None else predictor.unfamiliar(chosen, device).tolist()
+    difficulty = predictor.difficulty(Pairs.of(chosen, device, found.evidence))
     return {
-        task: TaskLatency(float(seconds[i]), far, item.origin, float(d))
-        for (task, item), i, far, d in zip(programs.items(), best, flags, difficulty, strict=True)
-    }, evidence
-
-
-def _check_number(compile_best: int) -> None:
-    if compile_best < 0:
-        raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
+        task: TaskLatency(float(found.latency_s[i]), far, item.origin, float(d))
+        for (task, item), i, far, d in zip(programs.items(), found.best, flags, difficulty, strict=True)
+    }, found.evidence
 
 
 def candidates(
@@ -190,7 +210,6 @@ def predict_network(
 
     ``best_low_s`` and ``best_high_s`` are None where the predictor has no intervals; ``unfamiliar`` says how many of the
     programs are far from the training data, None where it cannot tell; ``total_*_s`` are weighted sums over the tasks."""
-    _check_number(compile_best)
     resolved = with_known_clock(device)
     loaded = load_network(network) if isinstance(network, str) else network
     rows: list[dict[str, Any]] = []
@@ -198,17 +217,12 @@ def predict_network(
     for task in tasks:
         progress(len(rows), len(tasks))
         funcs = random_programs(task, resolved, programs_per_task, seed) or [task.prim_func()]
-        asts = compact_asts(funcs)
-        latencies = np.asarray(predictor.predict(asts, resolved))
-        chosen = np.argsort(latencies, kind="stable")[: max(1, compile_best)]
-        evidence = NO_EVIDENCE
-        if compile_best:
-            evidence = predictor.evidence([funcs[i] for i in chosen.tolist()], resolved, compiled=True)
-            latencies[chosen] = predictor.predict_asts([asts[i] for i in chosen], resolved, evidence)
-        of_best = int(np.argmin(latencies[chosen]))
-        best, best_s = asts[chosen[of_best]], float(latencies[chosen[of_best]])
-        low_s, high_s = seconds_interval(predictor, best, best_s, resolved, evidence.take([of_best]))
-        flags = None if predictor.familiarity is None else predictor.unfamiliar(asts, resolved)
+        own = Candidates(funcs, compact_asts(funcs), "random")
+        found = fastest(predictor, loaded.name, {task.hash: task}, {task.hash: own}, resolved, compile_best)
+        (best,), latencies = found.best, found.latency_s
+        best_s = float(latencies[best])
+        low_s, high_s = seconds_interval(predictor, own.asts[best], best_s, resolved, found.evidence)
+        flags = None if predictor.familiarity is None else predictor.unfamiliar(own.asts, resolved)
         rows.append(
             {
                 "task": task.hash,
@@ -216,7 +230,7 @@ def predict_network(
                 "weight": task.networks[loaded.name],
                 "flops": task.flops,
                 "programs": len(funcs),
-                "compiled": len(chosen),
+                "compiled": min(max(1, compile_best), len(funcs)),
                 "best_s": best_s,
                 "median_s": float(np.median(latencies)),
                 "worst_s": float(latencies.max()),
