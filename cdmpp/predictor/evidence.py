@@ -74,7 +74,7 @@ class DeviceScaling:
 
     #: c of devices that were never compared: 0 scales by the predictor's ratio of two devices, 1 by the analytical estimate's.
     estimate_part: float = 1.0
-    #: Mean absolute log error of plain predictions; the same of devices with enough tasks.
+    #: Mean absolute log error of plain predictions; the same of devices with enough tasks, and of all of a kind (``cpu``).
     own_error: float = _OWN_ERROR
     #: Error of a scaled latency for each unit of :func:`device_distance`.
     error_by_distance: float = _ERROR_BY_DISTANCE
@@ -121,7 +121,9 @@ def combine(
     """Latencies in seconds of programs on a device, float64 (n,), given the predictor's and the estimate's there, (n,), and for
     other devices of its kind: the device, measured seconds (n,), NaN where there are none, and the predictor's and the
     estimate's there."""
-    own = max(_LEAST_ERROR, scaling.own.get(device.name, scaling.own_error))
+    # GPUs' operators are predicted far better than CPUs' programs, and there are more of them
+    of_kind = scaling.own.get(device.kind, scaling.own_error)
+    own = max(_LEAST_ERROR, scaling.own.get(device.name, of_kind))
     logs = [np.log(predicted_s)]
     weights = [np.full(len(predicted_s), own**-2)]
     for source, measured_s, there_s, estimate_there_s in sources:
@@ -169,10 +171,12 @@ def fit_scaling(
         estimated_s[needed] = data.reference_s("estimate", needed)
     errors = np.abs(np.log(label_s[rows] / predicted_s[rows]))
     own = {}
-    for name in np.unique(names[rows]).tolist():
-        here = names[rows] == name
-        if len(np.unique(tasks[rows[here]])) >= MIN_TASKS:
-            own[name] = _mean_by_task(errors[here], tasks[rows[here]])
+    kinds = np.array([data.devices[name].kind for name in names[rows]], dtype=str)
+    for group in (names[rows], kinds):
+        for name in np.unique(group).tolist():
+            here = group == name
+            if len(np.unique(tasks[rows[here]])) >= MIN_TASKS:
+                own[name] = _mean_by_task(errors[here], tasks[rows[here]])
     own_error = _mean_by_task(errors, tasks[rows]) if len(rows) else _OWN_ERROR
     found: dict[float, dict[tuple[str, str], DevicePair]] = {part: {} for part in parts}
     slopes: dict[float, list[float]] = {part: [] for part in parts}

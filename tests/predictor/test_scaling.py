@@ -74,6 +74,9 @@ def test_devices_that_were_never_compared_count_by_their_distance(data):
     found = combine(scaling, fast, one, one, [(slow, column(2.0), one, one)])
     weight = error**-2 / (error**-2 + 0.2**-2)
     assert found == pytest.approx([2.0**weight])
+    of_kind = replace(scaling, own={fast.kind: 0.4})  # in place of all kinds': predictions of this one are worse
+    found = combine(of_kind, fast, one, one, [(slow, column(2.0), one, one)])
+    assert found == pytest.approx([2.0 ** (error**-2 / (error**-2 + 0.4**-2))])
 
 
 def test_without_an_estimate_the_predictors_ratio_is_taken(data):
@@ -128,6 +131,7 @@ def test_labels_of_hidden_rows_are_not_looked_at(trained, hidden):
 def test_saved_and_loaded_it_is_the_same(trained, tmp_path: Path):
     predictor = trained.predictor
     assert predictor.scaling.pairs.keys() == {("slow", "fast"), ("fast", "slow")}
+    assert predictor.scaling.own.keys() == {"slow", "fast", predictor.specs["fast"].kind}
     predictor.save(tmp_path)
     loaded = Predictor.load(tmp_path)
     assert loaded.scaling == predictor.scaling
