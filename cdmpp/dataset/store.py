@@ -51,6 +51,8 @@ from cdmpp.errors import DatasetError, LabelError, raised_as
 from cdmpp.files import parse_json, read_json, write_json
 from cdmpp.program.types import Program, Space, Task
 
+_LOG = logging.getLogger(__name__)
+
 #: Seconds after which what was added is made to survive a power cut, too.
 _SYNC_INTERVAL_S = 1.0
 
@@ -177,9 +179,6 @@ def _file_system(folder: Path) -> str:
     folder = folder.resolve()
     mounted = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     return next((mounted[parent] for parent in (folder, *folder.parents) if parent in mounted), "")
-
-
-_LOG = logging.getLogger(__name__)
 
 
 class Dataset(DatasetView):

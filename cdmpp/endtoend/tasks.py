@@ -75,8 +75,7 @@ def fastest(
     """Of each task's candidates (by its hash) the fastest: with `compile_best` so many of the best predicted ones are compiled
     (not run) and predicted again from their instructions, and it is one of these. PredictorError where a prediction is no
     latency."""
-    if compile_best < 0:
-        raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
+    _check_number(compile_best)
     owners = np.repeat(list(programs), [len(item.asts) for item in programs.values()])
     funcs = [func for item in programs.values() for func in item.funcs]
     asts = [ast for item in programs.values() for ast in item.asts]
@@ -100,6 +99,11 @@ def fastest(
         checked(seconds)
     best = pd.Series(seconds[kept]).groupby(owners[kept], sort=False).idxmin().to_numpy()
     return Fastest(seconds, kept[best], evidence.take(best.tolist()))
+
+
+def _check_number(compile_best: int) -> None:
+    if compile_best < 0:
+        raise PredictorError(f"compile_best must be 0 or more, got {compile_best}")
 
 
 def predict_tasks(
@@ -210,6 +214,7 @@ def predict_network(
 
     ``best_low_s`` and ``best_high_s`` are None where the predictor has no intervals; ``unfamiliar`` says how many of the
     programs are far from the training data, None where it cannot tell; ``total_*_s`` are weighted sums over the tasks."""
+    _check_number(compile_best)  # before anything is imported
     resolved = with_known_clock(device)
     loaded = load_network(network) if isinstance(network, str) else network
     rows: list[dict[str, Any]] = []

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
 
 _PARTS = ("leaf", "device", "pair", "code", "loop")
 #: Standard deviations (of signed logarithms) below which a column counts as constant.
@@ -392,8 +393,6 @@ class Correction:
 
 #: Shuffled rows are sorted by length inside windows of this many batches.
 _BUCKET_BATCHES = 16
-
-IntArray = NDArray[np.int64]
 
 
 class PaddedBatch(NamedTuple):

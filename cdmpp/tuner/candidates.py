@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+FloatArray = NDArray[np.float64]
+
 #: ``Program.origin`` of default schedules.
 DEFAULT = "default"
 #: MetaSchedule's search has a limit of its own, which is not used.
@@ -302,7 +304,6 @@ def signals_held_back() -> Iterator[None]:
         handlers[number](number, None)
 
 
-FloatArray = NDArray[np.float64]
 #: What a sampling instruction decides: tiles of a loop, outermost first, or a number.
 Decision = tuple[int, ...] | int
 #: A program: number of its space, and (position of a sampling instruction, decision) of each.
