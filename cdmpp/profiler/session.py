@@ -8,7 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,7 +233,7 @@ def profile(
             degree, calibration = _degree(config, device, plan, threads, notify)
             executor = Executor(core_groups(usable_cores(), threads, degree))
         settings = {
-            **asdict(config),
+            **asdict(replace(config, object_cache=None, work_dir=None)),  # folders of this machine say nothing of labels
             "target": dict(device.target),
             **executor.facts(),
             "workers": executor.degree,

@@ -67,8 +67,6 @@ class Collected:
     place: IntArray
     #: int64 (loops of all programs, 4): extent, kind, unrolled, scalarised.
     node: IntArray
-    #: int64 (loops of all programs,): the program of each loop.
-    node_program: IntArray
     #: int64 (buffers of all programs, 3): how many outer loops all its accesses have in common, -1 for parameters;
     #: how many outer loops have it allocated inside, so that every iteration of them uses the same storage anew;
     #: whether the threads among these loops share one allocation.

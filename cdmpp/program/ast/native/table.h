@@ -12,7 +12,7 @@ namespace cdmpp {
 
 /// Columns of numbers, each line after line; what they mean is said of the fields of Collected in table.py.
 enum IntColumn : int {
-  kAccessLeaf, kAccessBuffer, kRow, kLoopPlace, kNode, kNodeProgram, kBuffer, kProgram, kLinearCell, kDeltaCell,
+  kAccessLeaf, kAccessBuffer, kRow, kLoopPlace, kNode, kBuffer, kProgram, kLinearCell, kDeltaCell,
   kUseCell, kGatherCell, kOpaqueAccess, kFlatRows, kIntColumns,
 };
 enum RealColumn : int { kLeafColumn, kOpsColumn, kAccessColumn, kRealColumns };
@@ -23,7 +23,7 @@ struct ColumnSpec {
   int64_t width;
 };
 inline constexpr ColumnSpec kIntSpecs[kIntColumns] = {
-    {"access_leaf", 1}, {"access_buffer", 1}, {"row", 3}, {"place", 5}, {"node", 4}, {"node_program", 1}, {"buffer", 3},
+    {"access_leaf", 1}, {"access_buffer", 1}, {"row", 3}, {"place", 5}, {"node", 4}, {"buffer", 3},
     {"program", 3}, {"linear", 3}, {"delta", 3}, {"use", 3}, {"gather", 2}, {"opaque", 1}, {"flat", 2},
 };
 inline constexpr ColumnSpec kRealSpecs[kRealColumns] = {{"leaf", 22}, {"ops", kOperations}, {"access", 6}};
@@ -52,10 +52,8 @@ struct Owned {
 class Table {
  public:
   void add(const Program& program) {
-    for (const Loop& loop : program.loops) {
+    for (const Loop& loop : program.loops)
       append(kNode, {loop.extent, loop.kind, loop.unrolled, loop.scalarised});
-      append(kNodeProgram, {programs_});
-    }
     bool on_gpu = std::any_of(program.loops.begin(), program.loops.end(),
                               [](const Loop& loop) { return loop.kind == kThreadIdx; });
     for (size_t i = 0; i < program.shared_prefix.size(); ++i)
