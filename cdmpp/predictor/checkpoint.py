@@ -113,7 +113,11 @@ def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
     import cdmpp
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"network.{k}": v for k, v in fields["network"].state_dict().items()}
+    networks = {"network": fields["network"]} | {f"member{i}": one for i, one in enumerate(fields["members"], 1)}
+    states = {f"{name}.{k}": v for name, one in networks.items() for k, v in one.state_dict().items()}
+    tensors = {
+        name: v.half() if v.is_floating_point() and v.equal(v.half().float()) else v for name, v in states.items()
+    }
     extras = {name: fields[name] for name in (*_PREFIXES, "familiarity", "scaling") if fields[name] is not None}
     for name in ("encoder", *_PREFIXES, "familiarity"):
         if fields[name] is not None:
@@ -151,17 +155,28 @@ def load_fields(folder: Path) -> dict[str, Any]:
     state = _read_state(folder)
     _check_features(state, folder)
     tensors, _ = load_tensors(folder / _WEIGHTS_FILE)
-    arrays = {name: t.numpy() for name, t in tensors.items() if not name.startswith("network.")}
-    weights = {name.removeprefix("network."): t for name, t in tensors.items() if name.startswith("network.")}
+    arrays = {name: t.numpy() for name, t in tensors.items() if not name.startswith(("network.", "member"))}
     sentence = f"{folder / _JSON_FILE}: incomplete or malformed"
     with raised_as(PredictorError, sentence, KeyError, TypeError, AttributeError):
         fields = _build(state, arrays)
     try:
-        fields["network"].load_state_dict(weights)
+        fields["network"].load_state_dict(_part(tensors, "network."))
+        fields["members"] = []
+        while own := _part(tensors, f"member{len(fields['members']) + 1}."):
+            fields["members"].append(_network(state["model"], fields["encoder"]))
+            fields["members"][-1].load_state_dict(own)
     except RuntimeError as err:
         raise PredictorError(f"{folder}: weights do not fit the network of {_JSON_FILE}: {reason(err)[:400]}") from err
-    fields["network"].eval()
     return fields
+
+
+def _part(tensors: Tensors, prefix: str) -> Tensors:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _network(model: Any, encoder: FeatureEncoder) -> LatencyNetwork:
+    widths = encoder.leaf_dim, encoder.device_dim, encoder.pair_dim, encoder.code_dim
+    return LatencyNetwork(ModelConfig.model_validate(model), *widths).eval()
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -206,13 +221,7 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
 def _build(state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     encoder = FeatureEncoder.from_arrays(state["encoder"], arrays)
     fields = {
-        "network": LatencyNetwork(
-            ModelConfig.model_validate(state["model"]),
-            encoder.leaf_dim,
-            encoder.device_dim,
-            encoder.pair_dim,
-            encoder.code_dim,
-        ),
+        "network": _network(state["model"], encoder),
         "encoder": encoder,
         "transform": transform_from_json(state["label_transform"]),
         "devices": {

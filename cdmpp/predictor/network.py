@@ -6,8 +6,8 @@ After CDMPP (EuroSys'24), with a padding mask and pooling in place of one networ
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -340,11 +340,15 @@ def embeddings_of(network: LatencyNetwork, arrays: PairArrays) -> torch.Tensor:
     return embeddings
 
 
-def predict_labels(network: nn.Module, arrays: PairArrays) -> np.ndarray:
-    """Standardised labels of (program, device) pairs, float64 (n,), in evaluation mode."""
-    where = next(network.parameters()).device
-    labels = np.empty(len(arrays), dtype=np.float64)
-    with evaluating(network):
+def predict_labels(networks: Sequence[nn.Module], arrays: PairArrays) -> np.ndarray:
+    """Standardised labels of (program, device) pairs by each network, float64 (networks, n), in evaluation mode."""
+    where = next(networks[0].parameters()).device
+    labels = np.empty((len(networks), len(arrays)), dtype=np.float64)
+    with ExitStack() as stack:
+        for network in networks:
+            stack.enter_context(evaluating(network))
         for rows in inference_batches(arrays.packed.lengths[arrays.program], INFERENCE_BATCH):
-            labels[rows] = network(*arrays.batch(rows, where)).double().cpu().numpy()
+            batch = arrays.batch(rows, where)
+            for number, network in enumerate(networks):
+                labels[number, rows] = network(*batch).double().cpu().numpy()
     return labels

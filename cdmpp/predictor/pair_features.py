@@ -53,6 +53,9 @@ _GATHER_LANES = 4.0
 _UNROLLED_EXTENT = 16.0
 #: Bytes per cycle and core from the second and the third cache level.
 _L2_BYTES, _L3_BYTES = 32.0, 8.0
+#: Cycles to hand a parallel loop nest to the threads of several cores and to wait for them, and how much longer each core takes
+#: while others work, too: on two cores of a Zen 5, a Zen 4 and a Cascade Lake 2,500, 2,650 and 2,300 cycles, and 4 %.
+_REGION_CYCLES, _TOGETHER = 2450.0, 1.04
 #: Where a specification has a gap.
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH_GB_S, _DEFAULT_PEAK_GFLOPS = 2000.0, 20.0, 50.0
 #: Microseconds of a GPU launch where the specification does not say.
@@ -67,6 +70,8 @@ _TILE_EFFICIENCY = {32: 0.4, 64: 0.7, 128: 0.9, 256: 0.95}
 _COLUMN = {name: i for i, name in enumerate(LEAF_FEATURES)}
 _EXTENT = [_COLUMN[f"loop{i}_extent"] for i in range(1, N_LOOPS + 1)]
 _REDUCTION = [_COLUMN[f"loop{i}_reduction"] for i in range(1, N_LOOPS + 1)]
+#: More than any program has top-level loop nests.
+_NESTS = 1 << 20
 _FP_OPS = ("fadd", "fmul", "fma", "fdiv", "fminmax")
 
 
@@ -80,7 +85,8 @@ class ProgramView:
 
     ``io_bytes`` are of inputs and outputs; what a program allocates in between may stay in a cache. Of the main leaf,
     ``columns``, ``rows`` and ``batch`` are output loops (the innermost, the one around it, the product of the others; 1 where
-    there is none), ``depth`` is the product of its reduction loops, ``parallel`` its parallel iterations. ``blocks``,
+    there is none), ``depth`` is the product of its reduction loops, ``parallel`` its parallel iterations; ``regions`` are the
+    top-level loop nests that run in parallel. ``blocks``,
     ``threads`` and ``shared_bytes`` are of the largest GPU launch (1, 1 and 0 without). A program on a GPU that is not
     ``scheduled_for_gpu`` is run by a library. A ``contraction`` is a sum of products: what matrix units do. A ``windowed``
     program reduces over several loops, as a convolution does: libraries run one product of matrices over all output points.
@@ -93,6 +99,7 @@ class ProgramView:
     batch: FloatArray
     depth: FloatArray
     parallel: FloatArray
+    regions: FloatArray
     blocks: FloatArray
     threads: FloatArray
     shared_bytes: FloatArray
@@ -123,6 +130,7 @@ class ProgramView:
             return np.maximum.reduceat(column(name), starts) if len(asts) else np.zeros(0)
 
         owner = np.repeat(np.arange(len(asts)), lengths)
+        started = np.unique((owner * _NESTS + column("nest_index").astype(np.int64))[column("parallel") > 1])
         order = np.lexsort((column("iterations"), column("flops"), owner))
         main = leaves[order[starts + lengths - 1]].astype(np.float64)
         first = leaves[starts].astype(np.float64)
@@ -141,6 +149,7 @@ class ProgramView:
             batch=np.where(output & (rank > 2), extent, 1.0).prod(1),
             depth=depth,
             parallel=np.maximum(main[:, _COLUMN["parallel"]], 1.0),
+            regions=np.bincount(started // _NESTS, minlength=len(asts)).astype(np.float64),
             blocks=np.maximum(blocks, 1.0),
             threads=np.maximum(threads, 1.0),
             shared_bytes=first[:, _COLUMN["program_shared"]],
@@ -201,13 +210,39 @@ def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
     owner = np.repeat(np.arange(len(asts)), lengths)
     starts = np.cumsum([0, *lengths[:-1]])
     seconds = _cpu_leaf_s(leaves, device) if device.kind == "cpu" else _gpu_leaf_s(leaves, device)
-    total = np.bincount(owner, weights=seconds, minlength=len(asts))
+    total = np.bincount(owner, seconds, len(asts)).astype(np.float64)
     launch_us = device.launch_overhead_us or 0.0
-    if device.kind == "gpu":
+    if device.kind == "cpu":
+        total = total + regions_s(view, device)
+    else:
         special: FloatArray = np.add.reduceat(leaves[:, _COLUMN["special"]], starts)
         total = np.where(view.scheduled_for_gpu, total, _library_s(view, special, device))
         launch_us = device.launch_overhead_us or _GPU_LAUNCH_US
     return np.maximum(total + 1e-6 * launch_us, roofline_s(asts, device))
+
+
+def regions_s(view: ProgramView, device: Device) -> FloatArray:
+    """Seconds that starting and ending the parallel loop nests of programs takes on a CPU, (n,): none on one core."""
+    several = device.kind == "cpu" and (device.cores_used or 1.0) > 1
+    return view.regions * several * _REGION_CYCLES / (1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ))
+
+
+def are_shares(one: Device, other: Device) -> bool:
+    """Whether two devices are numbers of cores of one CPU, with the same code."""
+    return one.kind == "cpu" and bool(one.base) and (one.base, one.isa) == (other.base, other.isa)
+
+
+def share_ratio(asts: Sequence[CompactAST], measured_s: FloatArray, source: Device, target: Device) -> FloatArray:
+    """By what programs take longer on another number of cores of a CPU, (n,), that were measured to take so many seconds on
+    ``source``: parallel loops are dealt out in rounds and have to be started, other loops take the same."""
+    view = ProgramView.of(asts)
+    busy = []
+    for device in (source, target):
+        cores = max(1.0, device.cores_used or 1.0)
+        busy.append(np.ceil(view.parallel / cores) * np.where((cores > 1) & (view.regions > 0), _TOGETHER, 1.0))
+    within = np.maximum(measured_s - regions_s(view, source), 0.1 * measured_s)
+    ratio: FloatArray = (within * busy[1] / busy[0] + regions_s(view, target)) / measured_s
+    return ratio
 
 
 def _library_s(view: ProgramView, special: FloatArray, device: Device) -> FloatArray:
@@ -253,12 +288,13 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     l1 = np.maximum(_moved(leaves, device.l1_kb or 32), column("conflict_32kb"))
     l2 = np.maximum(_moved(leaves, device.l2_kb or 512), column("conflict_1mb"))
     l3 = _moved(leaves, device.l3_kb or 8192)
-    per_cycle = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S) / clock
-    cycles = core + l1 / _L2_BYTES + l2 / _L3_BYTES
     cores = max(1.0, device.cores_used or 1.0)
     parallel = np.maximum(column("parallel"), 1.0)
-    busy = parallel / np.ceil(parallel / cores)
-    return (cycles / np.maximum(busy, 1.0) + l3 / per_cycle) / clock
+    busy = np.maximum(parallel / np.ceil(parallel / cores), 1.0)
+    # what is assumed is of one core: two get twice as much
+    per_cycle = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S * busy) / clock
+    cycles = core + l1 / _L2_BYTES + l2 / _L3_BYTES
+    return (cycles / busy + l3 / per_cycle) / clock
 
 
 def _gathered(leaves: FloatArray) -> FloatArray:
@@ -471,10 +507,10 @@ CODE_FEATURES: tuple[str, ...] = (
     *(f"{kind}_part" for kind in _SHARES),
 )
 #: Parts that a program's time is the sum of, each times a ratio that the network learns: its longest loops and the others, code
-#: between loops, lines from beyond capacities (in cycles of one a line), loops entered, calls.
+#: between loops, lines from beyond capacities (in cycles of one a line), loops entered, calls, parallel loop nests.
 TIME_PARTS: tuple[str, ...] = (
     *(f"loop{number}" for number in range(LOOPS)), "other_loops", "outside", *(f"lines_{kb}k" for kb in CACHE_KB),
-    "loop_entries", "calls",
+    "loop_entries", "calls", "regions",
 )  # fmt: skip
 #: Logarithm of a part that a program has not, over the estimate.
 ABSENT = -30.0
@@ -501,18 +537,18 @@ def code_rows(
     shapes = ((len(CODE_FEATURES),), (LOOPS, len(LOOP_CODE_FEATURES)), (len(TIME_PARTS),))
     rows = CodeRows(*(np.full((len(program), *shape), np.nan) for shape in shapes))
     known = ~np.isnan(counts[:, 0])
-    parallel = ProgramView.of(asts).parallel if known.any() else np.zeros(0)
     for number in np.unique(device[known]):
         here = np.flatnonzero(known & (device == number))
         used, back = np.unique(program[here], return_inverse=True)
-        estimates = estimate_s([asts[i] for i in used], devices[number])[back]
-        known_rows = _code_of(counts[here], parallel[program[here]], estimates, devices[number])
+        chosen = [asts[i] for i in used]
+        view, estimates = ProgramView.of(chosen), estimate_s(chosen, devices[number])
+        known_rows = _code_of(counts[here], view.take(back), estimates[back], devices[number])
         for all_rows, values in zip(rows, known_rows, strict=True):
             all_rows[here] = values
     return rows
 
 
-def _code_of(counts: NDArray[np.float32], parallel: FloatArray, estimates_s: FloatArray, device: Device) -> CodeRows:
+def _code_of(counts: NDArray[np.float32], view: ProgramView, estimates_s: FloatArray, device: Device) -> CodeRows:
     counts = np.asarray(counts, dtype=np.float64)
     program, loops = np.split(counts, [-LOOPS * len(LOOP_FEATURES)], axis=1)
     of = {
@@ -520,7 +556,7 @@ def _code_of(counts: NDArray[np.float32], parallel: FloatArray, estimates_s: Flo
     }
     # counted is what one thread would run: several share it in rounds
     cores = max(1.0, device.cores_used or 1.0)
-    share = np.ceil(parallel / cores) / np.maximum(parallel, 1.0)
+    share = np.ceil(view.parallel / cores) / view.parallel
     ns_per_cycle = share * 1e3 / (device.working_mhz or 2500.0)
     ns: dict[str, NDArray[np.floating]] = {
         name: of[name.replace("_ns", "_cycles")] * ns_per_cycle
@@ -549,6 +585,7 @@ def _code_of(counts: NDArray[np.float32], parallel: FloatArray, estimates_s: Flo
         of["loop_entries"],
         of["call_cycles"],
     ]
-    parts = np.concatenate([longest, np.stack(rest, axis=1)], axis=1) * (ns_per_cycle / (_NS * estimates_s))[:, None]
+    parts = np.concatenate([longest, np.stack(rest, axis=1)], axis=1) * (ns_per_cycle / _NS)[:, None]
+    parts = np.concatenate([parts, regions_s(view, device)[:, None]], axis=1) / estimates_s[:, None]
     numbers = np.concatenate([program, taken, of_core, run], axis=1)
     return CodeRows(numbers, every, np.log(np.maximum(parts, np.exp(ABSENT))))

@@ -19,7 +19,15 @@ from cdmpp.predictor.checkpoint import load_fields, save_fields
 from cdmpp.predictor.encoding import COMPILED, Correction, FeatureEncoder, LabelTransform, PairArrays
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, check_one_kind, combine
 from cdmpp.predictor.network import LatencyNetwork, correction_inputs, predict_labels
-from cdmpp.predictor.pair_features import GENERAL_PAIRS, code_rows, estimate_s, pair_rows, references_s
+from cdmpp.predictor.pair_features import (
+    GENERAL_PAIRS,
+    are_shares,
+    code_rows,
+    estimate_s,
+    pair_rows,
+    references_s,
+    share_ratio,
+)
 from cdmpp.predictor.uncertainty import ALL_DEVICES, Calibration, Familiarity, check_coverage
 from cdmpp.program import import_tvm
 from cdmpp.program.ast import CompactAST, compact_asts
@@ -60,7 +68,8 @@ class Predictor:
     values). What :meth:`predict_interval` and :meth:`unfamiliar` need may be None: ``familiarity``, and a calibration for each
     kind of evidence (none, compiled code, latencies on other devices, which ``scaling`` scales). ``corrections``
     (:mod:`cdmpp.predictor.correction`) are what measurements told a trained network: by device, and by whether the compiled
-    code is known (``compiled``) or not (``ast``).
+    code is known (``compiled``) or not (``ast``). ``members`` are networks of other seeds, whose predictions are averaged
+    with those of ``network``, in their logarithms.
     """
 
     network: LatencyNetwork = field(repr=False)
@@ -75,6 +84,7 @@ class Predictor:
     scaling: DeviceScaling | None = field(default=None, repr=False, kw_only=True)
     measured_calibration: Calibration | None = field(default=None, repr=False, kw_only=True)
     corrections: Mapping[str, Mapping[str, Correction]] = field(default_factory=dict, repr=False, kw_only=True)
+    members: Sequence[LatencyNetwork] = field(default=(), repr=False, kw_only=True)
 
     def predict(
         self,
@@ -237,13 +247,14 @@ class Predictor:
         ignores them."""
         asts, devices, device_index, evidence = pairs
         arrays = self._encoded(pairs) if arrays is None else arrays
-        labels = predict_labels(self.network, arrays)
+        labels = predict_labels((self.network, *self.members), arrays)
         known = [self.device(device) for device in devices]
         corrected = self.corrected([device.name for device in known], arrays)
         references = None
         if self.transform.relative:
             references = references_s(self.transform.relative_to, asts, known, device_index)
-        seconds = self.transform.inverse(labels, references) * np.exp(corrected)
+        logs = np.mean([np.log(self.transform.inverse(own, references)) for own in labels], axis=0)
+        seconds: NDArray[np.float64] = np.exp(logs + corrected)
         if evidence.elsewhere is None:
             return seconds
         return self._combined(pairs, seconds, evidence.elsewhere)
@@ -272,13 +283,15 @@ class Predictor:
             here = np.flatnonzero(device_index == index)
             if len(here):
                 target = self.device(device)
-                combined[here] = combine(
-                    self.scaling,
-                    target,
-                    predicted_s[here],
-                    estimate_s([asts[i] for i in here.tolist()], target),
-                    [(source, a[here], b[here], c[here]) for source, a, b, c in sources],
-                )
+                chosen, known = [asts[i] for i in here.tolist()], []
+                own_s, estimate = predicted_s[here], estimate_s(chosen, target)
+                for source, measured_s, there_s, estimated_s in sources:
+                    parts = [values[here] for values in (measured_s, there_s, estimated_s)]
+                    if are_shares(source, target):  # their ratio is known, so that none needs to be predicted
+                        ratio = share_ratio(chosen, parts[0], source, target)
+                        parts[1:] = own_s / ratio, estimate / ratio
+                    known.append((source, parts[0], parts[1], parts[2]))
+                combined[here] = combine(self.scaling, target, own_s, estimate, known)
         return combined
 
     def as_in_training(self, device: Device) -> str | Device:

@@ -333,7 +333,7 @@ class Trainer:
         self.network.load_state_dict(self._average)
         n = len(self._valid)
         own = self._valid.without_code().take(self._processes.part(n))
-        labels = self._processes.gathered(torch.from_numpy(predict_labels(self.network, own)).to(self._where), n)
+        labels = self._processes.gathered(torch.from_numpy(predict_labels([self.network], own)[0]).to(self._where), n)
         predicted_s = self._transform.inverse(labels.double().cpu().numpy(), self._valid.reference_s)
         self.network.load_state_dict(current)
         return float(np.mean(np.abs(predicted_s / self._valid.latency_s - 1)))

@@ -1,9 +1,11 @@
 """A training run from configuration and datasets to a folder with a predictor: ``config.yaml``, ``split.json``,
-``history.jsonl`` (one line an epoch), ``checkpoint.safetensors`` and, when training is done, ``predictor/``."""
+``history.jsonl`` (one line an epoch), ``checkpoint.safetensors`` and, when training is done, ``predictor/``; of a second
+network and on (``train.members``) the same in ``member1`` and so on."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +88,29 @@ def _train(
 ) -> TrainResult:
     """:func:`train` of one of some processes, on data in memory."""
     split = split_data(config.split.spec, data)
+    fitted, final, history = _train_network(config, data, split, out, progress, resume, processes)
+    predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
+    networks = [predictor.network]
+    for number in range(1, config.train.members):
+        seeded = {"train": config.train.model_copy(update={"seed": config.train.seed + number})}
+        own, folder = config.model_copy(update=seeded), out / f"member{number}"
+        fitted, final, _ = _train_network(own, data, split, folder, progress, resume, processes)
+        networks.append(fitted.predictor(final.best, {}).network)
+    if len(networks) > 1:
+        with torch.no_grad():  # exact in half precision, so that several take no more room than one
+            for weights in itertools.chain.from_iterable(network.parameters() for network in networks):
+                weights.copy_(weights.half())
+    predictor = calibrated(replace(predictor, members=tuple(networks[1:])), data, split)
+    if processes.rank == 0:
+        predictor.save(out / "predictor")
+    return TrainResult(predictor, data, split, history)
+
+
+def _train_network(
+    config: Config, data: TrainingData, split: Split, out: Path, progress: ProgressCallback | None, resume: bool,
+    processes: Processes,
+) -> tuple[Fitted, TrainerState, list[dict[str, Any]]]:  # fmt: skip
+    """One network of a predictor, its last state and its history."""
     fitted = prepare(config, data, split, processes=processes)
     trainer, checkpoint = fitted.trainer, out / CHECKPOINT_FILE
     arrays: list[NDArray[Any]] = [data.latency_s, split.train, split.valid, split.adapt]
@@ -105,11 +130,7 @@ def _train(
         final = trainer.fit(lambda state: save_checkpoint(checkpoint, state, run), recorder(out, history, progress))
     else:
         final = trainer.fit(progress=history.append)
-    predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
-    predictor = calibrated(predictor, data, split)
-    if processes.rank == 0:
-        predictor.save(out / "predictor")
-    return TrainResult(predictor, data, split, history)
+    return fitted, final, history
 
 
 @dataclass(frozen=True)
@@ -288,7 +309,7 @@ def recorder(out: Path, history: list[dict[str, Any]], progress: ProgressCallbac
 
 def fingerprint(config: Config, named: list[Any], data: TrainingData, arrays: Sequence[NDArray[Any]]) -> str:
     """Identifies a configuration but for where data are, threads and precision, JSON values, the pairs of data, and arrays."""
-    settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads", "precision"}})
+    settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads", "precision", "members"}})
     digest = hashlib.sha256(json.dumps([settings, *named], sort_keys=True).encode())
     for column in ("program", "device"):
         digest.update("\n".join(data.labels[column]).encode())

@@ -42,9 +42,6 @@ def run_json(out: Path, *args: str | Path) -> Any:
     return json.loads(file.read_text())
 
 
-# -- options ---------------------------------------------------------------------------------------------------
-
-
 def options() -> dict[str, dict[str, Any]]:
     """Verb -> its options (those that the help hides too) and positional arguments."""
 
@@ -96,9 +93,6 @@ def missing_options(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return found
 
 
-# -- JSON ------------------------------------------------------------------------------------------------------
-
-
 def shape(value: Any) -> Any:
     """Keys and types of a JSON value: {key: shape}, {"*": shape} for maps, [shape of the elements] or "number|null"."""
     if isinstance(value, dict):
@@ -147,9 +141,6 @@ def misfits(before: Any, now: Any, where: str = "") -> list[str]:
         fits = before == "null" or set(now.split("|")) <= set(before.split("|"))
         return [] if fits else [f"{where} is {now}, was {before}"]
     return [] if before in (now, "null") else [f"{where} is {_text(now)}, was {_text(before)}"]
-
-
-# -- what is run -----------------------------------------------------------------------------------------------
 
 
 def results_of(out: Path, group: str, **names: Any) -> dict[str, Any]:

@@ -146,9 +146,6 @@ def latencies_on(device: str, hashes: list[str]) -> NDArray[np.float64]:
     return means.reindex(hashes).to_numpy(dtype=np.float64)
 
 
-# -- predictions -----------------------------------------------------------------------------------------------
-
-
 def predictions() -> Arrays:
     """Seconds and 90 % intervals, (n, 3) each: what is predicted, low, high."""
     found: Arrays = {}
@@ -205,9 +202,6 @@ def _pairs(hashes: list[str], asts: Mapping[str, CompactAST], device: str, code:
     return np.concatenate([part.numpy() for part in parts], axis=1).astype(np.float32)
 
 
-# -- compiled code ---------------------------------------------------------------------------------------------
-
-
 def counted_programs() -> list[str]:
     """Every third of the programs that ran."""
     records = dataset().records
@@ -236,9 +230,6 @@ def count_objects() -> dict[str, NDArray[np.float32]]:
     with zipfile.ZipFile(OBJECTS) as objects, tempfile.TemporaryDirectory() as folder:
         cores = {name: TARGETS[name.removesuffix(".so").split("-", 1)[1]] for name in objects.namelist()}
         return {n: codegen_features(objects.extract(n, folder), core_of(core)) for n, core in cores.items()}
-
-
-# -- splits ----------------------------------------------------------------------------------------------------
 
 
 def splits(view: Any, specs: Sequence[str] = SPLITS) -> dict[str, dict[str, list[Any]]]:

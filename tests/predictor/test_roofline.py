@@ -11,7 +11,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import split_data
 from cdmpp.predictor.baselines import make_model
-from cdmpp.predictor.pair_features import REFERENCES, estimate_s, reference_s, roofline_s
+from cdmpp.predictor.pair_features import REFERENCES, are_shares, estimate_s, reference_s, roofline_s, share_ratio
 from tests.samples.training import CPU, make_data, program
 
 
@@ -97,7 +97,17 @@ def test_parallel_loops_fill_the_cores_they_are_given() -> None:
     work = {"iterations": 8e6, "mem_instructions_32b": 4e6}
     four = replace(CPU, cores_used=4.0)
     found = estimate_s([program({**work, "parallel": n}) for n in (1, 4, 5)], four)
-    assert found == pytest.approx([1e-3, 0.25e-3, 1e-3 * 2 / 5])
+    started = 2450 / 2e9
+    assert found == pytest.approx([1e-3, 0.25e-3 + started, 1e-3 * 2 / 5 + started])
+
+
+def test_a_latency_on_some_cores_tells_that_on_others() -> None:
+    one, two = (replace(CPU, base="cpu", cores_used=cores) for cores in (1.0, 2.0))
+    asts = [program({"parallel": 3}), program({"parallel": 3}, {"parallel": 3, "nest_index": 1}), program({})]
+    ratio, started = share_ratio(asts, np.full(3, 1e-5), one, two), 2450 / 2e9 / 1e-5
+    assert ratio == pytest.approx([1.04 * 2 / 3 + started, 1.04 * 2 / 3 + 2 * started, 1.0])
+    assert share_ratio(asts, 1e-5 * ratio, two, one) == pytest.approx(1 / ratio)
+    assert are_shares(one, two) and not are_shares(one, replace(two, isa="x86-64-v2")) and not are_shares(one, CPU)
 
 
 @pytest.mark.parametrize("device", ["h200", "v100", "a100", "xeon-cascadelake-2.5ghz@1"])

@@ -177,7 +177,7 @@ def test_ranking_improves_the_order_within_tasks(make_trainer):
     trainer = make_trainer(loss=loss, epochs=8, patience=8)
     trainer.fit()
     pairs = trainer._train
-    predicted_s = trainer._transform.inverse(predict_labels(trainer.network, pairs))
+    predicted_s = trainer._transform.inverse(predict_labels([trainer.network], pairs)[0])
     same = (pairs.group[:, None] == pairs.group) & (pairs.latency_s[:, None] > 1.1 * pairs.latency_s)
     assert np.mean((predicted_s[:, None] > predicted_s)[same]) > 0.85
 

@@ -47,9 +47,6 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 pytestmark = pytest.mark.usefixtures("real_machine")
 
 
-# -- nodes that do not belong together ---------------------------------------------------------------------------
-
-
 def node(name: str, **changes: Any) -> Node:
     device = get_device("xeon-cascadelake-2.5ghz@1")
     values = {"id": name, "cpus": 4.0, "claims": {device.base: 2.0}, "versions": module._versions(), "arch": "x86_64"}
@@ -128,9 +125,6 @@ def test_the_command_that_starts_a_node(monkeypatch: pytest.MonkeyPatch) -> None
     assert "device" not in node_command(0) and "--head" in node_command(0)
     with pytest.raises(ProfilerError, match="4 cores: one at least"):
         node_command(4)
-
-
-# -- executors that are made up ----------------------------------------------------------------------------------
 
 
 def made_of(job: BuildJob, timeout_s: float) -> list[Any]:
@@ -249,9 +243,6 @@ def test_the_last_device_that_is_lost_ends_the_run() -> None:
         outcomes.extend(engine.run(endless_jobs(50, [0])))
     assert Counter(o.status for o in outcomes) == {"ok": 2, "device_lost": 6}
     assert {o.meta["node"] for o in outcomes if o.status != "ok"} == {"a", "b"}
-
-
-# -- two nodes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
