@@ -79,7 +79,8 @@ def card(predictor: Predictor, scores: Scores, compiled: Scores | None, elsewher
     template = Template(Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
     return template.substitute(
         parts,
-        size=f"{sum(t.nbytes for t in predictor.network.state_dict().values()) / 1e6:.1f}",
+        size=f"{sum(t.numel() for t in predictor.network.parameters()) / 1e6:.1f}",
+        members=f"{1 + len(predictor.members)}",
         feature_set=predictor.encoder.feature_set,
         epochs=training["epochs"],
         seed=training["seed"],

@@ -10,9 +10,10 @@ with f the predictor's latency, e the analytical estimate (:func:`cdmpp.predicto
 between the two devices on the whole. The answer is the geometric mean of :math:`f_t` and the :math:`z_s`, each weighted by the
 inverse square of its error: of :math:`f_t` the predictor's on validation records; of :math:`z_s` how far apart s and t were,
 with b and c of their own (:class:`DevicePair`), where validation records have programs on both; else in proportion to the
-distance of the two (:func:`device_distance`), as in a linear variogram, with b 0 and c what is best on average. Between numbers
-of cores of one CPU the ratio follows from the program alone (:func:`cdmpp.predictor.pair_features.share_ratio`) in place of f
-and e, and has an error of its own.
+distance of the two (:func:`device_distance`), as in a linear variogram, with b 0 and c what is best on average.
+
+A latency on another number of cores of the same CPU tells all of it, by the program alone: where there is one, nothing else
+counts (:func:`cdmpp.predictor.pair_features.share_ratio`).
 
 All of it is fitted to validation records of programs that were measured on several devices; a finetuning fits it to the new
 device's tasks. Only devices of one kind (CPU, GPU) are combined.
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from cdmpp.device import device_features
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import signed_log1p
-from cdmpp.predictor.pair_features import are_shares, share_ratio
+from cdmpp.predictor.pair_features import are_shares
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -55,8 +56,6 @@ _LEAST_DISTANCE = 0.1
 #: Error of a scaled latency for each unit of distance where training had no two devices of a kind: as between the CPUs that
 #: ship (AVX-512 and 128-bit SIMD, on one core and two).
 _ERROR_BY_DISTANCE = 0.15
-#: The same between two numbers of cores of one CPU.
-_SHARE_ERROR = 0.1
 #: The same of a prediction, where there is nothing to tell it by.
 _OWN_ERROR = 0.3
 
@@ -81,15 +80,14 @@ class DeviceScaling:
     estimate_part: float = 1.0
     #: Mean absolute log error of plain predictions; the same of devices with enough tasks, and of all of a kind (``cpu``).
     own_error: float = _OWN_ERROR
-    #: Error of a scaled latency for each unit of :func:`device_distance`, and between numbers of cores of one CPU.
+    #: Error of a scaled latency for each unit of :func:`device_distance`.
     error_by_distance: float = _ERROR_BY_DISTANCE
-    share_error: float = _SHARE_ERROR
     own: Mapping[str, float] = field(default_factory=dict)
     #: ``(measured on, asked for)`` -> their comparison, of pairs with enough tasks in common.
     pairs: Mapping[tuple[str, str], DevicePair] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        errors = [self.own_error, self.error_by_distance, self.share_error, *self.own.values()]
+        errors = [self.own_error, self.error_by_distance, *self.own.values()]
         errors += [pair.error for pair in self.pairs.values()]
         numbers = [self.estimate_part, *errors]
         numbers += [number for pair in self.pairs.values() for number in (pair.bias, pair.estimate_part)]
@@ -135,10 +133,8 @@ def combine(
     for source, measured_s, there_s, estimate_there_s in sources:
         pair = scaling.pairs.get((source.name, device.name))
         if pair is None:
-            error = scaling.share_error
-            if not are_shares(source, device):
-                error = scaling.error_by_distance * max(_LEAST_DISTANCE, device_distance(source, device))
-            pair = DevicePair(0.0, error, 0, scaling.estimate_part)
+            distance = max(_LEAST_DISTANCE, device_distance(source, device))
+            pair = DevicePair(0.0, scaling.error_by_distance * distance, 0, scaling.estimate_part)
         scaled = _log_scaled(pair.estimate_part, measured_s, predicted_s / there_s, estimate_s / estimate_there_s)
         known = ~np.isnan(scaled)
         logs.append(np.where(known, scaled + pair.bias, 0.0))
@@ -188,36 +184,27 @@ def fit_scaling(
     own_error = _mean_by_task(errors, tasks[rows]) if len(rows) else _OWN_ERROR
     found: dict[float, dict[tuple[str, str], DevicePair]] = {part: {} for part in parts}
     slopes: dict[float, list[float]] = {part: [] for part in parts}
-    share_errors = []
     for name in np.unique(names[every]).tolist():
         for source, all_there in sources:
             here = (names[every] == name) & (all_there >= 0)
             at, there = every[here], all_there[here]
-            if len(at) < MIN_PROGRAMS:
+            if len(at) < MIN_PROGRAMS or are_shares(source, data.devices[name]):
                 continue
-            target = data.devices[name]
+            distance = max(_LEAST_DISTANCE, device_distance(source, data.devices[name]))
             ratios = predicted_s[at] / predicted_s[there], estimated_s[at] / estimated_s[there]
-            if shares := are_shares(source, target):
-                asts = [data.asts[program] for program in data.labels["program"].iloc[at]]
-                ratios = (share_ratio(asts, label_s[there], source, target),) * 2
             for part in parts:
                 left = np.log(label_s[at]) - _log_scaled(part, label_s[there], *ratios)
                 found[part][source.name, name] = _compare(left, tasks[at], part)
-                error = _mean_by_task(np.abs(left), tasks[at])
-                if not shares:
-                    slopes[part].append(error / max(_LEAST_DISTANCE, device_distance(source, target)))
-            if shares:
-                share_errors.append(error)
-    best, known = parts[-1], {"share_error": float(np.mean(share_errors))} if share_errors else {}
-    if slopes[best]:
-        best = min(parts, key=lambda part: float(np.mean(slopes[part])))
-        known["error_by_distance"] = float(np.mean(slopes[best]))
+                slopes[part].append(_mean_by_task(np.abs(left), tasks[at]) / distance)
+    if not slopes[parts[0]]:
+        return DeviceScaling(own_error=own_error, own=own)
+    best = min(parts, key=lambda part: float(np.mean(slopes[part])))
     pairs = {
         devices: min((found[part][devices] for part in parts), key=lambda pair: pair.error)
         for devices, pair in found[best].items()
         if pair.tasks >= MIN_TASKS
     }
-    return DeviceScaling(best, own_error, own=own, pairs=pairs, **known)
+    return DeviceScaling(best, own_error, float(np.mean(slopes[best])), own, pairs)
 
 
 def rows_elsewhere(

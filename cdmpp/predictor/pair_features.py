@@ -234,13 +234,15 @@ def are_shares(one: Device, other: Device) -> bool:
 
 def share_ratio(asts: Sequence[CompactAST], measured_s: FloatArray, source: Device, target: Device) -> FloatArray:
     """By what programs take longer on another number of cores of a CPU, (n,), that were measured to take so many seconds on
-    ``source``: parallel loops are dealt out in rounds and have to be started, other loops take the same."""
+    ``source``: parallel loops are dealt out in rounds and have to be started, other loops take the same. NaN where starting them
+    was more than a quarter of what was measured."""
     view = ProgramView.of(asts)
     busy = []
     for device in (source, target):
         cores = max(1.0, device.cores_used or 1.0)
         busy.append(np.ceil(view.parallel / cores) * np.where((cores > 1) & (view.regions > 0), _TOGETHER, 1.0))
-    within = np.maximum(measured_s - regions_s(view, source), 0.1 * measured_s)
+    starting_s = regions_s(view, source)
+    within = np.where(starting_s > measured_s / 4, np.nan, measured_s - starting_s)
     ratio: FloatArray = (within * busy[1] / busy[0] + regions_s(view, target)) / measured_s
     return ratio
 

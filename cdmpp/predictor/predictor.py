@@ -283,15 +283,18 @@ class Predictor:
             here = np.flatnonzero(device_index == index)
             if len(here):
                 target = self.device(device)
-                chosen, known = [asts[i] for i in here.tolist()], []
-                own_s, estimate = predicted_s[here], estimate_s(chosen, target)
-                for source, measured_s, there_s, estimated_s in sources:
-                    parts = [values[here] for values in (measured_s, there_s, estimated_s)]
-                    if are_shares(source, target):  # their ratio is known, so that none needs to be predicted
-                        ratio = share_ratio(chosen, parts[0], source, target)
-                        parts[1:] = own_s / ratio, estimate / ratio
-                    known.append((source, parts[0], parts[1], parts[2]))
-                combined[here] = combine(self.scaling, target, own_s, estimate, known)
+                chosen = [asts[i] for i in here.tolist()]
+                combined[here] = combine(
+                    self.scaling,
+                    target,
+                    predicted_s[here],
+                    estimate_s(chosen, target),
+                    [(source, a[here], b[here], c[here]) for source, a, b, c in sources],
+                )
+                for source, measured_s, *_ in sources:
+                    if are_shares(source, target):
+                        scaled = measured_s[here] * share_ratio(chosen, measured_s[here], source, target)
+                        combined[here] = np.where(np.isnan(scaled), combined[here], scaled)
         return combined
 
     def as_in_training(self, device: Device) -> str | Device:

@@ -104,9 +104,10 @@ def test_parallel_loops_fill_the_cores_they_are_given() -> None:
 def test_a_latency_on_some_cores_tells_that_on_others() -> None:
     one, two = (replace(CPU, base="cpu", cores_used=cores) for cores in (1.0, 2.0))
     asts = [program({"parallel": 3}), program({"parallel": 3}, {"parallel": 3, "nest_index": 1}), program({})]
-    ratio, started = share_ratio(asts, np.full(3, 1e-5), one, two), 2450 / 2e9 / 1e-5
+    ratio, started = share_ratio(asts, np.full(3, 2e-5), one, two), 2450 / 2e9 / 2e-5
     assert ratio == pytest.approx([1.04 * 2 / 3 + started, 1.04 * 2 / 3 + 2 * started, 1.0])
-    assert share_ratio(asts, 1e-5 * ratio, two, one) == pytest.approx(1 / ratio)
+    assert share_ratio(asts, 2e-5 * ratio, two, one) == pytest.approx(1 / ratio)
+    assert np.isnan(share_ratio(asts, np.full(3, 6e-6), two, one)).tolist() == [False, True, False]
     assert are_shares(one, two) and not are_shares(one, replace(two, isa="x86-64-v2")) and not are_shares(one, CPU)
 
 

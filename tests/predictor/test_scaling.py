@@ -19,6 +19,7 @@ from cdmpp.predictor.evidence import (
     fit_scaling,
     measured_latencies,
 )
+from cdmpp.predictor.pair_features import share_ratio
 from cdmpp.predictor.training import train
 from tests.samples.training import change_state, make_data, small_config
 
@@ -77,6 +78,14 @@ def test_devices_that_were_never_compared_count_by_their_distance(data):
     of_kind = replace(scaling, own={fast.kind: 0.4})  # in place of all kinds': predictions of this one are worse
     found = combine(of_kind, fast, one, one, [(slow, column(2.0), one, one)])
     assert found == pytest.approx([2.0 ** (error**-2 / (error**-2 + 0.4**-2))])
+
+
+def test_a_latency_on_other_cores_of_the_same_cpu_counts_alone(trained, hidden):
+    one, ast = hidden.devices["slow"], next(iter(hidden.asts.values()))
+    two = replace(one, name="slow@2", cores_used=2.0)
+    measured = {"slow": 3e-3, "fast": 9e-3}
+    expected = 3e-3 * share_ratio([ast], np.array([3e-3]), one, two)
+    assert trained.predictor.predict([ast], two, measured=measured) == pytest.approx(expected)
 
 
 def test_without_an_estimate_the_predictors_ratio_is_taken(data):
