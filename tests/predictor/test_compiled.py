@@ -22,7 +22,7 @@ from cdmpp.program.codegen import CODEGEN_FEATURES
 from tests.samples.training import change_state, small_config, with_counts
 
 SPEC = "within_task:seed=0"
-LONG, STEPS = (SPEC, {"compiled": True}), {"epochs": 15, "batch_size": 32, "learning_rate": 0.02}
+LONG, STEPS = (SPEC, {"compiled": True}), {"epochs": 15, "batch_size": 32, "learning_rate": 0.01}
 
 
 @pytest.fixture(scope="module")
