@@ -130,7 +130,8 @@ class TrainConfig(_Section):
     ema_decay: float = Field(0.995, ge=0, lt=1)
     #: Of initialisation, order and drop-out.
     seed: int = 0
-    #: Networks that are trained, each with a seed of its own (``seed`` and up); the logarithms that they predict are averaged.
+    #: Networks that are trained, each with a seed of its own (``seed`` and up). Where the compiled code is known the logarithms
+    #: that they predict are averaged; without it the first answers alone, which tuning needs to be fast.
     members: int = Field(1, ge=1)
     #: Torch threads; None leaves torch's setting.
     threads: int | None = Field(None, ge=1)

@@ -234,8 +234,8 @@ def are_shares(one: Device, other: Device) -> bool:
 
 def share_ratio(asts: Sequence[CompactAST], measured_s: FloatArray, source: Device, target: Device) -> FloatArray:
     """By what programs take longer on another number of cores of a CPU, (n,), that were measured to take so many seconds on
-    ``source``: parallel loops are dealt out in rounds and have to be started, other loops take the same. NaN where starting them
-    was more than a quarter of what was measured."""
+    ``source``: parallel loops are dealt out in rounds and have to be started, other loops take the same. NaN where starting
+    them was more than a quarter of what was measured."""
     view = ProgramView.of(asts)
     busy = []
     for device in (source, target):

@@ -68,8 +68,8 @@ class Predictor:
     values). What :meth:`predict_interval` and :meth:`unfamiliar` need may be None: ``familiarity``, and a calibration for each
     kind of evidence (none, compiled code, latencies on other devices, which ``scaling`` scales). ``corrections``
     (:mod:`cdmpp.predictor.correction`) are what measurements told a trained network: by device, and by whether the compiled
-    code is known (``compiled``) or not (``ast``). ``members`` are networks of other seeds, whose predictions are averaged
-    with those of ``network``, in their logarithms.
+    code is known (``compiled``) or not (``ast``). ``members`` are networks of other seeds: where the compiled
+    code is known, the logarithms of all predictions are averaged; else ``network`` answers alone, in a part of the time.
     """
 
     network: LatencyNetwork = field(repr=False)
@@ -247,14 +247,15 @@ class Predictor:
         ignores them."""
         asts, devices, device_index, evidence = pairs
         arrays = self._encoded(pairs) if arrays is None else arrays
-        labels = predict_labels((self.network, *self.members), arrays)
+        has_code = arrays.has_code.numpy()
+        labels = predict_labels((self.network, *self.members) if has_code.any() else (self.network,), arrays)
         known = [self.device(device) for device in devices]
         corrected = self.corrected([device.name for device in known], arrays)
         references = None
         if self.transform.relative:
             references = references_s(self.transform.relative_to, asts, known, device_index)
-        logs = np.mean([np.log(self.transform.inverse(own, references)) for own in labels], axis=0)
-        seconds: NDArray[np.float64] = np.exp(logs + corrected)
+        logs = np.stack([np.log(self.transform.inverse(own, references)) for own in labels])
+        seconds: NDArray[np.float64] = np.exp(np.where(has_code, logs.mean(axis=0), logs[0]) + corrected)
         if evidence.elsewhere is None:
             return seconds
         return self._combined(pairs, seconds, evidence.elsewhere)

@@ -55,6 +55,22 @@ def test_being_told_the_instructions_helps_and_doing_without_works(trained, coun
     assert told["n_compiled"] < told["overall"]["n"], "programs without counts are predicted without"
 
 
+def test_members_are_networks_of_further_seeds_averaged_where_the_code_is_known(counted, tmp_path):
+    rows = np.arange(60)
+    code = Evidence.of_rows(counted, rows, compiled=True)
+    both, *alone = (
+        train(small_config(*LONG, epochs=2, **more), counted, tmp_path / str(i)).predictor
+        for i, more in enumerate(({"members": 2}, {"seed": 0}, {"seed": 1}))
+    )
+    logs = np.log([each.predict_rows(counted, rows, code) for each in alone])
+    plain = alone[0].predict_rows(counted, rows)
+    expected = np.where(code.known(60), np.exp(logs.mean(axis=0)), plain)
+    assert both.predict_rows(counted, rows, code) == pytest.approx(expected, rel=0.05)
+    assert both.predict_rows(counted, rows) == pytest.approx(plain, rel=0.05) and np.abs(logs[0] - logs[1]).max() > 0.2
+    loaded = Predictor.load(tmp_path / "0")
+    assert (loaded.predict_rows(counted, rows, code) == both.predict_rows(counted, rows, code)).all()
+
+
 def test_intervals_are_of_the_kind_of_prediction(trained):
     wide, narrow = trained.predictor.calibration, trained.predictor.compiled_calibration
     assert narrow.half_width("fast", 0.8) < 0.8 * wide.half_width("fast", 0.8)

@@ -42,19 +42,6 @@ def test_a_run_folder_holds_everything(data, by_task, tmp_path):
     assert scores["overall"] == evaluate(result.predictor, data)["overall"]
 
 
-def test_members_are_networks_of_further_seeds_whose_logarithms_are_averaged(data, by_task, tmp_path):
-    both = train(changed(by_task, train={"members": 2}), data, tmp_path / "both").predictor
-    alone = [train(changed(by_task, train={"seed": i}), data, tmp_path / str(i)).predictor for i in (0, 1)]
-    asts = list(data.asts.values())[:9]
-    logs = [np.log(each.predict(asts, "slow")) for each in alone]
-    assert np.log(both.predict(asts, "slow")) == pytest.approx(np.mean(logs, axis=0), abs=0.01)
-    assert np.abs(logs[0] - logs[1]).max() > 0.05
-    loaded = Predictor.load(tmp_path / "both")
-    assert (loaded.predict(asts, "slow") == both.predict(asts, "slow")).all() and len(loaded.members) == 1
-    again = train(changed(by_task, train={"members": 2}), data, tmp_path / "both", resume=True).predictor
-    assert again.predict(asts, "slow") == pytest.approx(both.predict(asts, "slow"), rel=1e-6)
-
-
 def test_a_run_is_not_overwritten(data, by_task, tmp_path):
     train(by_task, data, tmp_path)
     with pytest.raises(PredictorError, match="holds a training run"):
