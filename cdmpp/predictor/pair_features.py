@@ -163,11 +163,12 @@ class ProgramView:
         return ProgramView(**{field.name: getattr(self, field.name)[numbers] for field in fields(self)})
 
 
-def roofline_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
+def roofline_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | None = None) -> FloatArray:
     """Lower bound of each program's latency on a device, float64 seconds (n,), by Williams et al. (CACM 2009): floating-point
     operations over peak, or bytes of inputs and outputs over memory bandwidth, whichever is longer; plus the launch overhead,
-    where known. Bytes count only beyond the size of the last-level cache, as what fits may come from there."""
-    view = ProgramView.of(asts)
+    where known. Bytes count only beyond the size of the last-level cache, as what fits may come from there. ``view`` is the
+    look at these programs, where there is one."""
+    view = ProgramView.of(asts) if view is None else view
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
     cache = 1024.0 * max(device.l3_kb or 0.0, device.l2_kb or 0.0)
     beyond = np.maximum(0.0, view.io_bytes - cache)
@@ -195,7 +196,7 @@ def power_headroom(device: Device) -> float | None:
     return device.tdp_w / (peak * device.process_nm) / _SUSTAINED_W
 
 
-def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
+def estimate_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | None = None) -> FloatArray:
     """Analytical estimate of each program's latency on a device, float64 seconds (n,).
 
     On a CPU, and for a program that was scheduled for a GPU, the sum over its leaves. A leaf takes as long as its slowest
@@ -203,8 +204,9 @@ def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
     moves for it, over the cores that its parallel loops keep busy; on a GPU the same with lanes in place of SIMD registers. A
     program that a library runs on a GPU takes as long as its arithmetic in whole waves of tiles, or its inputs and outputs in
     memory. Constants are of current hardware in general; it is meant to rank programs and to give their scale, not to be exact.
+    ``view`` as of :func:`roofline_s`.
     """
-    view = ProgramView.of(asts)
+    view = ProgramView.of(asts) if view is None else view
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
     lengths = [ast.n_leaves for ast in asts]
     owner = np.repeat(np.arange(len(asts)), lengths)
@@ -218,7 +220,7 @@ def estimate_s(asts: Sequence[CompactAST], device: Device) -> FloatArray:
         special: FloatArray = np.add.reduceat(leaves[:, _COLUMN["special"]], starts)
         total = np.where(view.scheduled_for_gpu, total, _library_s(view, special, device))
         launch_us = device.launch_overhead_us or _GPU_LAUNCH_US
-    return np.maximum(total + 1e-6 * launch_us, roofline_s(asts, device))
+    return np.maximum(total + 1e-6 * launch_us, roofline_s(asts, device, view))
 
 
 def regions_s(view: ProgramView, device: Device) -> FloatArray:
@@ -429,8 +431,8 @@ def _pairs_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -> 
     columns: dict[str, FloatArray] = {
         "on_gpu": gpu,
         "by_library": gpu * ~view.scheduled_for_gpu,
-        "estimate_ns": _NS * estimate_s(asts, device),
-        "roofline_ns": _NS * roofline_s(asts, device),
+        "estimate_ns": _NS * estimate_s(asts, device, view),
+        "roofline_ns": _NS * roofline_s(asts, device, view),
         "compute_ns": compute,
         # floating-point operations over what the power limit sustains of the peak
         "power_ns": compute / min(1.0, headroom) if headroom is not None else compute,
@@ -543,7 +545,8 @@ def code_rows(
         here = np.flatnonzero(known & (device == number))
         used, back = np.unique(program[here], return_inverse=True)
         chosen = [asts[i] for i in used]
-        view, estimates = ProgramView.of(chosen), estimate_s(chosen, devices[number])
+        view = ProgramView.of(chosen)
+        estimates = estimate_s(chosen, devices[number], view)
         known_rows = _code_of(counts[here], view.take(back), estimates[back], devices[number])
         for all_rows, values in zip(rows, known_rows, strict=True):
             all_rows[here] = values
