@@ -75,6 +75,10 @@ _NESTS = 1 << 20
 _FP_OPS = ("fadd", "fmul", "fma", "fdiv", "fminmax")
 
 
+def _cores(device: Device) -> float:
+    return max(1.0, device.cores_used or 1.0)
+
+
 def _column(leaves: NDArray[Any], name: str) -> FloatArray:
     return np.asarray(leaves[:, _COLUMN[name]], dtype=np.float64)
 
@@ -225,8 +229,7 @@ def estimate_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | N
 
 def regions_s(view: ProgramView, device: Device) -> FloatArray:
     """Seconds that starting and ending the parallel loop nests of programs takes on a CPU, (n,): none on one core."""
-    several = device.kind == "cpu" and (device.cores_used or 1.0) > 1
-    return view.regions * several * _REGION_CYCLES / (1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ))
+    return view.regions * (_cores(device) > 1) * _REGION_CYCLES / (1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ))
 
 
 def are_shares(one: Device, other: Device) -> bool:
@@ -241,7 +244,7 @@ def share_ratio(asts: Sequence[CompactAST], measured_s: FloatArray, source: Devi
     view = ProgramView.of(asts)
     busy = []
     for device in (source, target):
-        cores = max(1.0, device.cores_used or 1.0)
+        cores = _cores(device)
         busy.append(np.ceil(view.parallel / cores) * np.where((cores > 1) & (view.regions > 0), _TOGETHER, 1.0))
     starting_s = regions_s(view, source)
     within = np.where(starting_s > measured_s / 4, np.nan, measured_s - starting_s)
@@ -251,7 +254,7 @@ def share_ratio(asts: Sequence[CompactAST], measured_s: FloatArray, source: Devi
 
 def _library_s(view: ProgramView, special: FloatArray, device: Device) -> FloatArray:
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
-    cores = max(1.0, device.cores_used or 1.0)
+    cores = _cores(device)
     headroom = power_headroom(device)
     peak = peak_flops(view, device) * min(1.0, 1.0 if headroom is None else headroom)
     tiled = np.full(len(view.flops), np.inf)
@@ -292,7 +295,7 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     l1 = np.maximum(_moved(leaves, device.l1_kb or 32), column("conflict_32kb"))
     l2 = np.maximum(_moved(leaves, device.l2_kb or 512), column("conflict_1mb"))
     l3 = _moved(leaves, device.l3_kb or 8192)
-    cores = max(1.0, device.cores_used or 1.0)
+    cores = _cores(device)
     parallel = np.maximum(column("parallel"), 1.0)
     busy = np.maximum(parallel / np.ceil(parallel / cores), 1.0)
     # what is assumed is of one core: two get twice as much
@@ -327,7 +330,7 @@ def _gpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     column = partial(_column, leaves)
     peak = 1e9 * (device.peak_gflops.get("float32") or _DEFAULT_PEAK_GFLOPS)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
-    cores = max(1.0, device.cores_used or 1.0)
+    cores = _cores(device)
     blocks, threads = np.maximum(column("block_idx"), 1.0), np.maximum(column("thread_idx"), 1.0)
     lanes = device.lanes_per_core or 128.0
     # Waves of blocks over the cores, and lanes that too small blocks leave idle.
@@ -406,7 +409,7 @@ GENERAL_PAIRS = np.array([name in GENERAL_PAIR_FEATURES for name in PAIR_FEATURE
 def _pairs_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -> FloatArray:
     n = len(asts)
     nan = np.full(n, np.nan)
-    cores = max(1.0, device.cores_used or 1.0)
+    cores = _cores(device)
     bandwidth = device.bandwidth_gb_s
     compute = _NS * view.flops / peak_flops(view, device)
     headroom = power_headroom(device)
@@ -560,7 +563,7 @@ def _code_of(counts: NDArray[np.float32], view: ProgramView, estimates_s: FloatA
         name: counts[:, CODEGEN_FEATURES.index(name)] for name in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))
     }
     # counted is what one thread would run: several share it in rounds
-    cores = max(1.0, device.cores_used or 1.0)
+    cores = _cores(device)
     share = np.ceil(view.parallel / cores) / view.parallel
     ns_per_cycle = share * 1e3 / (device.working_mhz or 2500.0)
     ns: dict[str, NDArray[np.floating]] = {

@@ -5,7 +5,6 @@ network and on (``train.members``) the same in ``member1`` and so on."""
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +97,7 @@ def _train(
         networks.append(fitted.predictor(final.best, {}).network)
     if len(networks) > 1:
         with torch.no_grad():  # exact in half precision, so that several take no more room than one
-            for weights in itertools.chain.from_iterable(network.parameters() for network in networks):
+            for weights in [weights for network in networks for weights in network.parameters()]:
                 weights.copy_(weights.half())
     predictor = calibrated(replace(predictor, members=tuple(networks[1:])), data, split)
     if processes.rank == 0:

@@ -233,9 +233,8 @@ def profile(
             degree, calibration = _degree(config, device, plan, threads, notify)
             executor = Executor(core_groups(usable_cores(), threads, degree))
         settings = {
-            **asdict(
-                replace(config, object_cache=None, work_dir=None)
-            ),  # folders of this machine say nothing of labels
+            # folders of this machine say nothing of labels
+            **asdict(replace(config, object_cache=None, work_dir=None)),
             "target": dict(device.target),
             **executor.facts(),
             "workers": executor.degree,
