@@ -7,7 +7,8 @@
 The predictor must have seen none of the networks. Of their tasks, evenly drawn over the range of their work, each is tuned
 alone, from nothing, with every cost model and seed: the same number of trials and profiler. TVM's cost models have TVM's
 evolutionary search, ``cdmpp`` its own; ``evolutionary`` is cdmpp's cost model with TVM's search, and ``trimmed`` is ``cdmpp``
-that drops candidates whose predicted interval lies above the best so far. All is kept in ``--out``. The best program of each
+that drops candidates whose predicted interval lies above the best so far; ``compiled`` compiles four candidates for each one
+that it measures. All is kept in ``--out``. The best program of each
 run (by its own label) is measured again at the end, all by one procedure: alone, with nothing built meanwhile, in turn,
 ``--repeats`` times; the median counts. Of cdmpp over another run:
 
@@ -15,7 +16,8 @@ run (by its own label) is measured again at the end, all by one procedure: alone
   if it never was (``reached`` is the fraction of runs that were). ``time`` is the same in wall seconds.
 * ``final latency``: measured again. Of ``trimmed`` over ``cdmpp`` besides: ``cost`` in CPU seconds of search, building and
   measuring, and ``equal``, the fraction that is at most 2 % slower. ``stopped`` cuts the trimmed runs' curves where
-  ``--stop-when-gain-per-minute-below`` would, the cost with them in proportion to the wall time.
+  ``--stop-when-gain-per-minute-below`` would, the cost with them in proportion to the wall time. ``on the device`` are the
+  seconds there, and ``at as many`` is the best label over cdmpp's best after as many measurements.
 
 All are geometric means over tasks and seeds; the spread is that of the seeds' own means, the interval over tasks.
 """
@@ -48,7 +50,7 @@ from cdmpp.tuner.measure import device_of_this_machine, make_engine
 from cdmpp.tuner.tuning import tune_tasks
 
 NETWORKS = ("densenet121", "gcn", "inception_v3", "vgg16")
-RUNS = ("cdmpp", "xgb", "random", "trimmed", "evolutionary")
+RUNS = ("cdmpp", "xgb", "random", "trimmed", "evolutionary", "compiled")
 DEVICE = "this-cpu@1"
 #: Labels repeat to about so much.
 TOLERANCE = 0.01
@@ -106,7 +108,8 @@ def tuned_alone(args: argparse.Namespace, task: Task, run: str, name: str, seed:
     out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
     trim, model = args.coverage if run == "trimmed" else None, run if run in ("xgb", "random") else "cdmpp"
     search = "metaschedule" if run == "evolutionary" else "cdmpp"
-    config = tune_config(args, args.trials, cost_model=model, predictor=predictor, trim=trim, seed=seed, search=search)
+    options = {"trim": trim, "seed": seed, "search": search, "compile": 4 if run == "compiled" else None}
+    config = tune_config(args, args.trials, cost_model=model, predictor=predictor, **options)
     resume = (out / "tuning.json").exists()
     tuned = tune_tasks(task.name, [(task, 1.0)], device=DEVICE, out=out, config=config, resume=resume)
     written = tuned.to_json()
@@ -195,8 +198,11 @@ def compare(ours: Row, theirs: Row) -> dict[str, float]:
 def compare_trimmed(plain: Row, trimmed: Row) -> dict[str, float]:
     """Ratios of cost and latency, and the part of the candidates that was not measured."""
     latency = trimmed["final_s"] / plain["final_s"]
+    as_many = [label_s for label_s in plain["labels_s"][: len(trimmed["labels_s"])] if label_s is not None]
     return {
         "cost": trimmed["costs"]["cpu_s"] / plain["costs"]["cpu_s"],
+        "on the device": trimmed["costs"]["device_s"] / plain["costs"]["device_s"],
+        "at as many": trimmed["best_s"] / min(as_many),
         "final latency": latency,
         "equal": float(latency <= 1 + EQUAL),
         "dropped": trimmed["costs"]["dropped"] / trimmed["costs"]["trials"],
@@ -222,7 +228,7 @@ def geometric_figure(name: str, pairs: Sequence[Row]) -> Figure:
     for metric in pairs[0]:
         if metric in ("equal", "dropped", "reached"):
             values[metric] = statistics.fmean(pair[metric] for pair in pairs)
-        elif metric in ("trials", "time", "final latency", "cost"):
+        elif metric in ("trials", "time", "final latency", "cost", "on the device", "at as many"):
             logs = np.log([pair[metric] for pair in pairs])
             values[metric] = float(np.exp(logs.mean()))
             spread[metric] = spread_of([float(np.exp(logs[seed == s].mean())) for s in np.unique(seed)])
@@ -271,6 +277,8 @@ def main() -> None:
             stop = partial(stopped, least_gain=args.least_gain)
             measures = {f"trimmed at {args.coverage:g} over cdmpp": compare_trimmed}
             measures[f"and stopped below {100 * args.least_gain:g} % a minute"] = stop
+        elif run == "compiled":
+            measures = {"compiled over cdmpp": compare_trimmed}
         for name, measure in measures.items() if both else ():
             found = [{"run": name, "task": t, "seed": s, **measure(*own)} for (t, s), own in both.items()]
             figures.append(geometric_figure(name, found))

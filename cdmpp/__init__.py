@@ -8,8 +8,9 @@ Everything below is imported when it is first used, so that ``import cdmpp`` nee
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import lazy_loader
 
 if TYPE_CHECKING:
     from cdmpp.dataset import Dataset, Record, Split, load_datasets
@@ -24,40 +25,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "CompactAST": "cdmpp.program.ast",
-    "Dataset": "cdmpp.dataset",
-    "Device": "cdmpp.device",
-    "Network": "cdmpp.program.network",
-    "Predictor": "cdmpp.predictor",
-    "ProfileConfig": "cdmpp.profiler.session",
-    "Program": "cdmpp.program.types",
-    "Record": "cdmpp.dataset",
-    "Space": "cdmpp.program.types",
-    "Split": "cdmpp.dataset",
-    "Task": "cdmpp.program.types",
-    "compact_ast": "cdmpp.program.ast",
-    "evaluate": "cdmpp.predictor",
-    "extract_tasks": "cdmpp.program.network",
-    "get_device": "cdmpp.device",
-    "load_datasets": "cdmpp.dataset",
-    "load_network": "cdmpp.program.network",
-    "predict": "cdmpp.predictor.predictor",
-    "profile": "cdmpp.profiler.session",
-    "sample_programs": "cdmpp.program.space",
-    "train": "cdmpp.predictor",
+_PUBLIC = {
+    "dataset": ["Dataset", "Record", "Split", "load_datasets"],
+    "device": ["Device", "get_device"],
+    "predictor": ["Predictor", "evaluate", "train"],
+    "predictor.predictor": ["predict"],
+    "profiler.session": ["ProfileConfig", "profile"],
+    "program.ast": ["CompactAST", "compact_ast"],
+    "program.network": ["Network", "extract_tasks", "load_network"],
+    "program.space": ["sample_programs"],
+    "program.types": ["Program", "Space", "Task"],
 }
-
-__all__ = [*sorted(_HOME), "__version__"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "tuner":
-        return importlib.import_module("cdmpp.tuner")
-    if name not in _HOME:
-        raise AttributeError(f"module 'cdmpp' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["tuner"], _PUBLIC)

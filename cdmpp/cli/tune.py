@@ -58,7 +58,7 @@ def _tune(args: Namespace, console: Console, errors: Console) -> Any:
 
     folders = {device: Path(args.out) / f"share-{device.partition('@')[2]}" for device in devices}
     for device, folder in folders.items():  # all of them before hours are spent on the first
-        if args.ray is None:
+        if args.ray is None and args.rpc is None:
             device_of_this_machine(device)
         check_folder(folder, args.resume)
     return {"tunings": {d: _tune_at(d, out, args, console, errors).to_json() for d, out in folders.items()}}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import lazy_loader
 
 if TYPE_CHECKING:
     from cdmpp.dataset.record import SCHEMA_VERSION, Record
@@ -12,20 +13,10 @@ if TYPE_CHECKING:
     from cdmpp.dataset.view import DatasetView, noise_floor_mape
 
 #: Imported when first used: they need pandas.
-_HOME = {
-    "SCHEMA_VERSION": "record",
-    "Dataset": "store",
-    "DatasetView": "view",
-    "Record": "record",
-    "Split": "split",
-    "load_datasets": "store",
-    "noise_floor_mape": "view",
+_PUBLIC = {
+    "record": ["Record", "SCHEMA_VERSION"],
+    "split": ["Split"],
+    "store": ["Dataset", "load_datasets"],
+    "view": ["DatasetView", "noise_floor_mape"],
 }
-
-__all__ = [*sorted(_HOME)]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'cdmpp.dataset' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"cdmpp.dataset.{_HOME[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, None, _PUBLIC)

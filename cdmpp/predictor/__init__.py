@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import lazy_loader
 
 if TYPE_CHECKING:
     from cdmpp.predictor.config import Config, config_from_dict, load_config
@@ -14,21 +15,13 @@ if TYPE_CHECKING:
     from cdmpp.predictor.selection import TaskSelection, select_tasks
     from cdmpp.predictor.training import TrainResult, train
 
-_NAMES = {
-    "config": ("Config", "config_from_dict", "load_config"),
-    "data": ("TrainingData", "gather", "program_resolver", "split_data"),
-    "evaluation": ("evaluate",),
-    "finetuning": ("FinetuneResult", "few_shot", "finetune", "finetune_config"),
-    "predictor": ("Predictor",),
-    "selection": ("TaskSelection", "select_tasks"),
-    "training": ("TrainResult", "train"),
+_PUBLIC = {
+    "config": ["Config", "config_from_dict", "load_config"],
+    "data": ["TrainingData", "gather", "program_resolver", "split_data"],
+    "evaluation": ["evaluate"],
+    "finetuning": ["FinetuneResult", "few_shot", "finetune", "finetune_config"],
+    "predictor": ["Predictor"],
+    "selection": ["TaskSelection", "select_tasks"],
+    "training": ["TrainResult", "train"],
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = [*sorted(_HOME)]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, None, _PUBLIC)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cdmpp.device import Device, get_device
 from cdmpp.errors import ProfilerError, ProgramError
@@ -84,13 +85,14 @@ _FULL_BYTES = 1 << 20
 @dataclass(frozen=True)
 class SharedObject(Built):
     """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``. Where it was built on another
-    machine, ``code`` refers to the file's content."""
+    machine, ``code`` refers to the file's content. ``counts`` are of its instructions, where they are asked for."""
 
     program: str
     path: str = ""
     args: tuple[ArgSpec, ...] = ()
     best_s: float | None = None
     code: Any = field(default=None, repr=False, compare=False)
+    counts: NDArray[np.float32] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -378,22 +380,26 @@ def sentinel_job() -> BuildJob:
 
 
 class ObjectBuilder:
-    """Turns jobs into shared objects in a folder, one of its own where `folder` is None."""
+    """Turns jobs into shared objects in a folder (None: one of its own), and counts instructions for a CPU, if one is given."""
 
-    def __init__(self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig) -> None:
+    def __init__(
+        self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig, counted: Device | None = None
+    ) -> None:
         from cdmpp.program.codegen.compile import ObjectCache
 
         folder = folder or config.work_folder()
         with (folder / f"stderr-{os.getpid()}").open("ab") as complaints:  # of C++ code, too
             os.dup2(complaints.fileno(), 2)
         import_tvm()
-        self._target, self._folder = dict(target), folder
+        self._target, self._folder, self._counted = dict(target), folder, counted
         self._cache = ObjectCache(config.object_cache, target)
         self._rebuild = Rebuilder()
 
     def __call__(self, job: BuildJob) -> SharedObject:
         from cdmpp.profiler.arguments import argument_specs
         from cdmpp.program.codegen.compile import compile_to_shared_object
+        from cdmpp.program.codegen.core import core_name, core_of
+        from cdmpp.program.codegen.counts import codegen_features
 
         program = job.program.hash
         path = self._folder / f"{program}-{time.monotonic_ns():x}.so"
@@ -406,7 +412,8 @@ class ObjectBuilder:
             else:
                 compile_to_shared_object(func, self._target, path)
                 self._cache.keep(program, path)
-            return SharedObject(program, str(path), args, job.best_s)
+            counts = None if self._counted is None else codegen_features(path, core_of(core_name(self._counted)))
+            return SharedObject(program, str(path), args, job.best_s, counts=counts)
         except ProgramError as err:
             return SharedObject(program, status="invalid_config", error=str(err))
         except subprocess.CalledProcessError as err:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import lazy_loader
 
 if TYPE_CHECKING:
     from cdmpp.tuner.config import Objective, TuneConfig
@@ -14,21 +15,13 @@ if TYPE_CHECKING:
     from cdmpp.tuner.tuning import tune, tune_tasks
     from cdmpp.tuner.validity import ValidityModel, train_validity
 
-_NAMES = {
-    "config": ("Objective", "TuneConfig"),
-    "cost_model": ("CostModel", "builder_and_runner"),
-    "deployment": ("import_network",),
-    "measure": ("Measurer",),
-    "results": ("TuneReport",),
-    "tuning": ("tune", "tune_tasks"),
-    "validity": ("ValidityModel", "train_validity"),
+_PUBLIC = {
+    "config": ["Objective", "TuneConfig"],
+    "cost_model": ["CostModel", "builder_and_runner"],
+    "deployment": ["import_network"],
+    "measure": ["Measurer"],
+    "results": ["TuneReport"],
+    "tuning": ["tune", "tune_tasks"],
+    "validity": ["ValidityModel", "train_validity"],
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
-
-__all__ = [*sorted(_HOME)]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, None, _PUBLIC)

@@ -180,8 +180,14 @@ class TuneConfig:
     run_timeout_s: float = 2.0
     plan: SamplingPlan | None = None
     realtime: bool = True
+    object_cache: str | None = None
     #: Build and measure on a Ray cluster: HOST:PORT of its head, or ``local`` (:func:`cdmpp.profiler.ray.connect`).
     ray: str | None = None
+    #: Measure on boards with a key at a TVM RPC tracker, HOST:PORT (:func:`cdmpp.profiler.rpc.connect`).
+    rpc: str | None = None
+    key: str | None = None
+    #: Candidates compiled for each one measured, which is predicted fastest from its instructions (None: 4 on a board, 1 else).
+    compile: int | None = None
     #: A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
     gpu: str | None = None
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -193,12 +199,15 @@ class TuneConfig:
         for what, value in (("shards", self.shards), ("workers", self.workers)):
             if isinstance(value, str) and value != "auto":
                 raise TunerError(f"{what} are a number or 'auto', got {value!r}")
+        if self.ray is not None and self.rpc is not None:
+            raise TunerError("--ray and --rpc measure in different places: choose one")
         if self.shards is not None and self.workers != 1:
             raise TunerError("each shard has one measuring process: choose shards or workers, not both")
         if self.population < 2 or self.generations < 1:
             got = f"{self.population} and {self.generations}"
             raise TunerError(f"the search needs a population of 2 and a generation at least, got {got}")
         counts = {"candidates of a round": self.batch, "workers": self.workers, "builders": self.builders}
+        counts["candidates compiled for each"] = self.compile
         for name, number in counts.items():
             if isinstance(number, int) and number < 1:
                 raise TunerError(f"{name}: one at least, got {number}")

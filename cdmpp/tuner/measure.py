@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Median difference to labels taken alone that a calibrated degree may have, and programs that it is found with.
 _TOLERANCE, CALIBRATION_PROGRAMS = 0.02, 40
+#: Candidates compiled for each one that a board measures.
+_OF_BOARDS = 4
 #: Cores that build what one measuring process measures; 3 to 9 in ``benchmarks/results/doppler.json``.
 _BUILDERS_FED = 4
 
@@ -80,6 +82,10 @@ class Measurer:
                         self._waiting[job.program.hash], self._futures[job.program.hash] = job, future
                 futures.append(future)
         return futures
+
+    def worth(self, jobs: Sequence[BuildJob], good: Sequence[bool], left_s: float | None) -> tuple[list[bool], float]:
+        """Which of a task's candidates to measure, of those `good` so far, and seconds that builders worked to find out."""
+        return list(good), 0.0
 
     def abort(self) -> None:
         """Give up what is under way; its futures are cancelled."""
@@ -182,7 +188,7 @@ def make_engine(
     if device.kind == "gpu":
         from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer
 
-        del options["realtime"]
+        options = {name: value for name, value in options.items() if name not in ("realtime", "object_cache")}
         if config.gpu is not None:
             options |= {"gpu": config.gpu, "gpu_arguments": config.gpu_arguments}
         return Engine(GpuMeasurer(GpuConfig(degree=degree, builders=config.builders, **options), device))
@@ -191,6 +197,24 @@ def make_engine(
     cpu = CpuConfig(builders=builders, **options)
     executor = executor or Executor(core_groups_of(device, degree))
     return Engine(CpuMeasurer(cpu, device.target, executor, sentinel_job(), overlap=overlap))
+
+
+def compiled_for_each(config: TuneConfig, device: Device) -> int:
+    """Candidates that are compiled for each one measured; TunerError where code that is asked for tells nothing."""
+    asked = config.compile or (_OF_BOARDS if config.rpc is not None else 1)
+    if asked == 1:
+        return 1
+    from cdmpp.predictor.predictor import load_predictor
+
+    predictor = None if config.predictor is None else load_predictor(config.predictor)
+    if config.cost_model == "cdmpp" and predictor and predictor.reads_code_of(device) and config.ray is None:
+        return asked
+    if config.compile is None:
+        return 1
+    raise TunerError(
+        f"--compile {asked} chooses by compiled code: that needs an x86 CPU, cdmpp's cost model, a predictor that was trained "
+        "with instruction counts, and builders here (not --ray)"
+    )
 
 
 def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
@@ -206,7 +230,7 @@ def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJo
 
 
 def _timing(config: TuneConfig) -> dict[str, Any]:
-    given = {name: getattr(config, name) for name in ("build_timeout_s", "run_timeout_s", "plan")}
+    given = {name: getattr(config, name) for name in ("build_timeout_s", "run_timeout_s", "plan", "object_cache")}
     return {name: value for name, value in given.items() if value is not None} | {"realtime": config.realtime}
 
 

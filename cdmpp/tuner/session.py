@@ -248,11 +248,14 @@ class TuningSession:
         progress, state = self._progress, self._progress.states[task]
         first = not state.history and not state.measured
         found = self.searches.propose(self.tuners[task].task.hash, state.latency_s, first)
-        with progress.lock:
-            if found is None:
+        if found is None:
+            with progress.lock:
                 progress.give_up(task, "its space gives no more valid programs")
-                return
-            fresh = [(job, good) for job, good in zip(*found, strict=True) if job.program.hash not in progress.known]
+            return
+        worth, build_s = self._measurer.worth(found[0], found[1], progress.time_left_s)
+        with progress.lock:
+            progress.costs.build_s += build_s
+            fresh = [pair for pair in zip(found[0], worth, strict=True) if pair[0].program.hash not in progress.known]
             worth = [good for _, good in fresh]
             worth = worth[: progress.claim(task, worth, self._reserved())]
             self.reserved = max(0, self.reserved - len(worth))

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cdmpp.device import Device
+from cdmpp.device import Device, get_device
 from cdmpp.errors import TunerError
+from cdmpp.profiler.engine import Executor
 from cdmpp.program import import_tvm
 from cdmpp.program.network import Network
 from cdmpp.program.types import Task
@@ -21,6 +22,7 @@ from cdmpp.tuner.measure import (
     EnergyMeter,
     Measurer,
     calibrated_degree,
+    compiled_for_each,
     core_groups_of,
     device_of_this_machine,
     energy_meter,
@@ -38,9 +40,6 @@ from cdmpp.tuner.session import (
     summed,
 )
 
-if TYPE_CHECKING:
-    from cdmpp.profiler.ray import RayExecutor
-
 logger = logging.getLogger(__name__)
 
 
@@ -56,8 +55,8 @@ def tune(
     notify: Callable[[str], None] = logger.info,
 ) -> TuneReport:
     """Tune a network (a zoo name, an ``.onnx`` or ``.pt2`` file, or a Network) for a CPU share or a CUDA GPU of this machine.
-    On a GPU and on a cluster the network itself is not run: what a tuning gives are the sums over its tasks, on a GPU against
-    the schedules that TVM Relax gives them by default.
+    On a GPU, a cluster and a board the network itself is not run: what a tuning gives are the sums over its tasks, on a GPU
+    against the schedules that TVM Relax gives them by default.
 
     `device` is with the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5``. `out` is a folder
     (:mod:`cdmpp.tuner.results`); with `resume` a tuning that is there goes on, and nothing is measured twice. `warm_start` are
@@ -77,7 +76,7 @@ def tune(
     tuning.say(f"{len(tasks)} tasks")
     report, database = tuning.run(loaded.name, tasks)
     target_device = tuning.device
-    if target_device.kind == "cpu" and config.ray is None and any(task.best_s is not None for task in report.tasks):
+    if target_device.kind == "cpu" and tuning.here and any(task.best_s is not None for task in report.tasks):
         tuning.say("compiling and running the network with and without the schedules found")
         target = import_tvm().target.Target(dict(target_device.target))
         tuned, _ = apply_database(fused.module, database, target)
@@ -120,14 +119,20 @@ class _Tuning:
         report: Callable[[Progress], None],
         say: Callable[[str], None],
     ) -> None:
-        self._executor: RayExecutor | None = None
-        if config.ray is None:
-            self.device = device_of_this_machine(device, config.workers, config.gpu)
-        else:
-            from cdmpp.profiler.ray import connect
+        self._executor: Executor | None = None
+        if config.ray is not None:
+            from cdmpp.profiler import ray
 
-            self._executor = connect(config.ray, device, config.shards or config.workers)
-            self.device = self._executor.device
+            self._executor = cluster = ray.connect(config.ray, device, config.shards or config.workers)
+            self.device = cluster.device
+        elif config.rpc is not None:
+            from cdmpp.profiler import rpc
+
+            self.device = get_device(device)
+            self._executor = rpc.connect(config.rpc, config.key, self.device, config.shards or config.workers)
+        else:
+            self.device = device_of_this_machine(device, config.workers, config.gpu)
+        self.here = self._executor is None  # the device
         self._cores: tuple[tuple[int, ...], ...] | None = None
         if config.shards is not None:
             from cdmpp.tuner.workers import worker_cores
@@ -140,13 +145,14 @@ class _Tuning:
         for path in earlier:
             if path != AUTO and not Path(path).is_dir():
                 raise TunerError(f"{path} is no folder of earlier records")
+        self._of_each = compiled_for_each(config, self.device)
         self._models = make_models(config, self.device)
         self._out, self._resume = out, resume
         self._earlier, self._report, self.say = earlier, report, say
 
     def _meter(self) -> EnergyMeter | None:
         """A new one of the device, where it is here and counts."""
-        return None if self._config.gpu or self._config.ray else energy_meter(self.device)
+        return None if self._config.gpu or not self.here else energy_meter(self.device)
 
     def run(
         self, name: str, tasks: Sequence[tuple[Task, float]], measurer: Measurer | None = None
@@ -170,9 +176,15 @@ class _Tuning:
                         c.job for tuner in tuners[:CALIBRATION_PROGRAMS] for c in tuner.sample(of_each, config.seed)
                     ]
                     degree = calibrated_degree(config, device, jobs, self.say)
-                engine = make_engine(config, device, degree, self._executor)
-                measurer = open_.enter_context(Measurer(engine))
-            progress.start(config.batch)
+                if self._of_each == 1:
+                    measurer = Measurer(make_engine(config, device, degree, self._executor))
+                else:
+                    from cdmpp.tuner.compiled import ChoosingMeasurer
+
+                    measurer = ChoosingMeasurer(config, device, degree, self._executor, self._of_each)
+                    config = replace(config, batch=config.batch * self._of_each)
+                open_.enter_context(measurer)
+            progress.start(self._config.batch)
             if cores is None:
                 searches = Searches(tuners, models, config, store.database, store.commit)
                 searches.begin(store.dataset, progress.known, self._earlier, device, self.say)

@@ -176,9 +176,7 @@ def test_ratios_are_of_rounds() -> None:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_writes_its_results_to_json(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_benchmark_writes_its_results_to_json(name: str, monkeypatch, capsys) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit) as ended:

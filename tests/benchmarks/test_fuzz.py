@@ -22,9 +22,7 @@ INPUTS = {"predictor": 6, "operator list (CSV)": 6}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damaged_files_and_pickles_are_accepted_or_refused_in_one_line_and_run_nothing(
-    kind: str, tmp_path: Path
-) -> None:
+def test_damaged_files_and_pickles_are_accepted_or_refused_in_one_line_and_run_nothing(kind: str, tmp_path) -> None:
     """Each file of the kind in turn; parquet also with the metadata by which old versions of Arrow unpickled a type."""
     canary, bomb = tmp_path / "canary", pickle_that_touches(tmp_path / "canary")
     (tmp_path / "sample").mkdir()

@@ -87,9 +87,7 @@ def test_predictions_with_instruction_counts(tmp_path: Path, mlp: Path, predicto
     assert "cdmpp codegen" in command.error("evaluate", *trained, "--data", str(mlp), "--compiled")
 
 
-def test_predictions_with_what_was_measured_elsewhere(
-    tmp_path: Path, mlp: Path, predictor: Path, command: Command
-) -> None:
+def test_predictions_with_what_was_measured_elsewhere(tmp_path, mlp: Path, predictor: Path, command) -> None:
     program = tmp_path / "program.json"
     program.write_text(matmul_task(32).tir_json)
     there = ("predict", "--predictor", str(predictor), "--device", "epyc-7763@1", str(program))

@@ -34,9 +34,7 @@ def folder(path: Path, *devices: Device, stored: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("machine", FIVE)
-def test_the_stored_specification_is_used_on_any_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str
-) -> None:
+def test_the_stored_specification_is_used_on_any_machine(tmp_path, monkeypatch, machine: str) -> None:
     monkeypatch.setenv(ROOT_VARIABLE, str(write_machine(tmp_path / "root", MACHINES[machine])))
     devices = load_datasets(folder(tmp_path / "d", ZEN4, OWN)).devices
     assert devices == {ZEN4.name: ZEN4, OWN.name: OWN}

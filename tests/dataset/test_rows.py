@@ -121,9 +121,7 @@ def test_a_killed_writer_loses_nothing_and_lets_others_write(tmp_path: Path, dis
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_a_transaction_that_was_cut_is_rolled_back_by_who_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
-) -> None:
+def test_a_transaction_that_was_cut_is_rolled_back_by_who_reads(tmp_path, monkeypatch, writable: bool) -> None:
     monkeypatch.setattr(rows_module, "_file_system", lambda folder: "nfs4")
     store = RowStore(tmp_path / "rows.db", write=True)
     store.add("a", 1)

@@ -23,7 +23,6 @@ from cdmpp.program.network import Network, task_from_prim_func
 from cdmpp.program.types import Task
 from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.tuning import tune_tasks
-from tests.samples.command import Command
 from tests.samples.tuning import FakeEngine, tune_config
 
 pytest.importorskip("tvm")
@@ -223,9 +222,7 @@ def test_an_order_within_the_intervals_is_called_uncertain(trace: Path) -> None:
     assert far.notes == ()
 
 
-def test_the_command_prints_and_writes_the_same_numbers(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_the_command_prints_and_writes_the_same_numbers(trace: Path, monkeypatch, command) -> None:
     monkeypatch.setattr(Predictor, "default", classmethod(lambda cls: fixed()))
     one = command.json("latency", trace, "--device", "h200", "--launch-us", "0")
     assert one["latency_s"] == pytest.approx(4e-3) and "4 ms a run on h200" in command.out
@@ -239,9 +236,7 @@ def test_a_prediction_that_is_no_latency_names_the_task(trace: Path, seconds: fl
         predict_latency(trace, "h200", fixed(seconds))
 
 
-def test_the_command_ends_with_one_line_on_bad_input(
-    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_the_command_ends_with_one_line_on_bad_input(trace: Path, tmp_path, monkeypatch, command) -> None:
     monkeypatch.setattr(Predictor, "default", classmethod(lambda cls: fixed(float("nan"))))
     (tmp_path / "prices.yaml").write_text("h2000: 1")
     for options in (["h2000"], ["h200,nodevice"], ["h200"], [","], ["h200", "--price", str(tmp_path / "prices.yaml")]):

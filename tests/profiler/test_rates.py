@@ -44,9 +44,7 @@ def test_a_measured_row_fills_in_what_the_table_leaves_open(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("real_machine")
-def test_the_command_line_measures_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_measures_this_machine(tmp_path, monkeypatch, capsys) -> None:
     streams = {"copy_gb_s": 10.0, "triad_gb_s": 12.0, "float32_gflops": 100.0, "cores": 2.0}
     monkeypatch.setattr(rates, "_streams", lambda cores: (streams, 1.0))
     out, report = tmp_path / "here.yaml", tmp_path / "here.json"

@@ -7,16 +7,22 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from cdmpp import Dataset
+from cdmpp import Dataset, Predictor
 from cdmpp.device import Device, get_device
-from cdmpp.errors import ProfilerError
+from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler import rpc
 from cdmpp.profiler.cpu import CpuMeasurer, sentinel_job
 from cdmpp.profiler.engine import Engine
 from cdmpp.program import import_tvm
+from cdmpp.program.space import Rebuilder
+from cdmpp.tuner import Objective, TuneConfig, tune_tasks
+from cdmpp.tuner.compiled import ChoosingMeasurer
+from cdmpp.tuner.measure import compiled_for_each
 from tests.golden.golden import FOLDER
 from tests.samples.programs import QUICK_CPU, TARGET, as_it_is, endless_task, matmul_task, sampled, segfault_task
 
@@ -50,6 +56,30 @@ def test_records_say_that_they_came_over_rpc(address: str, tmp_path, command) ->
         for samples, meta in zip(records["samples_s"], records["meta"], strict=True):
             values = meta if isinstance(meta, dict) else json.loads(meta)
             assert len(samples) >= 2 and values["rpc"] == "board" and values["reference_s"] > 0
+
+
+def test_compiled_code_says_what_a_board_measures_in_a_tuning(address: str, tmp_path, monkeypatch) -> None:
+    choose, right = ChoosingMeasurer.worth, []
+
+    def worth(self: ChoosingMeasurer, jobs: Any, *args: Any) -> Any:
+        chosen, build_s = choose(self, jobs, *args)
+        funcs = [Rebuilder()(job.program, job.task, job.space) for job in jobs]
+        latency_s = Predictor.default().predict(funcs, BOARD, compiled=True)
+        right.append(set(np.flatnonzero(chosen)) == set(latency_s.argsort()[:2]))
+        return chosen, build_s
+
+    monkeypatch.setattr(ChoosingMeasurer, "worth", worth)
+    config = TuneConfig(Objective(16), batch=2, trim=None, rpc=address, key="board")
+    costs = tune_tasks("net", [(matmul_task(), 1.0)], device=BOARD, out=tmp_path / "t", config=config).costs
+    assert (costs.trials, costs.measurements, costs.dropped, right) == (16, 4, 12, [True, True])
+
+
+def test_compiled_code_that_tells_nothing_is_said() -> None:
+    assert compiled_for_each(TuneConfig(Objective(1), rpc="host:1", predictor=None), BOARD) == 1
+    with pytest.raises(TunerError, match="--compile 4 chooses by compiled code"):
+        compiled_for_each(TuneConfig(Objective(1), compile=4, predictor=None), BOARD)
+    with pytest.raises(TunerError, match="--ray and --rpc measure in different places"):
+        TuneConfig(Objective(1), rpc="host:1", ray="host:2")
 
 
 def test_a_program_that_hangs_costs_one_record(address: str) -> None:

@@ -111,9 +111,7 @@ def test_kill_9_loses_at_most_what_was_in_flight(mlp: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_keeps_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
-) -> None:
+def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, number: signal.Signals) -> None:
     def interrupt() -> None:
         wait_for_records(tmp_path)
         os.kill(os.getpid(), number)

@@ -135,9 +135,7 @@ def test_onnx(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["onnx", "pt2"])
-def test_a_dynamic_batch_is_1_or_what_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, suffix: str
-) -> None:
+def test_a_dynamic_batch_is_1_or_what_is_asked_for(tmp_path, caplog, suffix: str) -> None:
     save = save_onnx if suffix == "onnx" else save_pt2
     fixed, path = save(tmp_path / f"four.{suffix}", (4, 16)), tmp_path / f"two.{suffix}"
     save_onnx(path, ("n", 16)) if suffix == "onnx" else save_pt2(path, (2, 16), dynamic=True)
@@ -165,9 +163,7 @@ def test_onnx_other_dynamic_extents_must_be_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("suffix", "save"), [("onnx", save_onnx), ("pt2", save_pt2)])
 @pytest.mark.parametrize("content", [b"", b"this is not a network\n" * 50, b"\x08\x01\x12", None])
-def test_file_that_is_not_a_network_or_cut_in_half(
-    tmp_path: Path, suffix: str, save: Any, content: bytes | None
-) -> None:
+def test_file_that_is_not_a_network_or_cut_in_half(tmp_path, suffix: str, save: Any, content: bytes | None) -> None:
     path = tmp_path / f"bad.{suffix}"
     if content is None:
         whole = save(path).read_bytes()

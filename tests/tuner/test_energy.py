@@ -55,9 +55,7 @@ def test_a_processor_that_does_not_tell(tmp_path: Path) -> None:
     assert energy_meter(device, tmp_path) is None
 
 
-def test_an_energy_budget_that_nobody_can_count_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_energy_budget_that_nobody_can_count_is_refused_at_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("cdmpp.tuner.tuning.energy_meter", lambda device: None)
     with pytest.raises(TunerError, match="nothing here counts the energy of"):
         tuned(FakeEngine(), tmp_path / "t", 4, options={"energy_budget_j": 5.0})
@@ -118,9 +116,7 @@ def test_a_tuning_counts_what_all_its_runs_took(tmp_path: Path, monkeypatch: pyt
     assert both_j is not None and both_j > second.joules() - 2.0, "with what the first run's curve had"
 
 
-def test_what_was_not_counted_throughout_is_not_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_not_counted_throughout_is_not_told(tmp_path, monkeypatch, caplog) -> None:
     report = counted(tmp_path / "t", 6, None, monkeypatch)
     assert report.costs.energy_j is None and "Energy: the device does not tell." in summary_lines(report)
     assert counted(tmp_path / "t", 12, steps(), monkeypatch, resume=True).costs.energy_j is None

@@ -110,9 +110,7 @@ def structural_hash_of(entry: Any) -> str:
     return structural_hash(entry.as_measure_candidate().sch.mod["main"])
 
 
-def test_a_task_without_a_default_schedule_is_tuned_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_without_a_default_schedule_is_tuned_all_the_same(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("cdmpp.tuner.candidates.default_schedule", lambda func, target: None)
     sample = TaskTuner.sample
     monkeypatch.setattr(TaskTuner, "sample", lambda self, n, seed: sample(self, min(n, 12), seed))

@@ -101,9 +101,7 @@ def test_what_is_no_latency_is_refused(bad: float) -> None:
         model.learn("t", ["a", "b"], model.prior.encode(asts), [label_s[0], bad])
 
 
-def test_a_device_never_seen_is_extrapolated_to_with_one_warning(
-    predictor: Predictor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_never_seen_is_extrapolated_to_with_one_warning(predictor: Predictor, caplog) -> None:
     asts, label_s = programs(40)
     with caplog.at_level(logging.WARNING):
         model = OnlineModel(PredictorPrior(predictor, make_device("unseen", 2000.0)))

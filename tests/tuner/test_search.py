@@ -68,9 +68,7 @@ def test_it_finds_faster_programs_than_as_many_drawn_blindly(tuner: TaskTuner) -
     assert found.min() <= blind.min() and found.mean() < np.sort(blind)[:8].mean()
 
 
-def test_what_tvm_rejects_is_counted_and_what_failed_is_proposed_last(
-    tuner: TaskTuner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_tvm_rejects_is_counted_and_what_failed_is_proposed_last(tuner: TaskTuner, monkeypatch) -> None:
     replayed, refused = TaskTuner.measure_of, list[Any]()
 
     def half(self: TaskTuner, insts: Any, decisions: Any) -> Any:

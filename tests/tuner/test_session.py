@@ -68,9 +68,7 @@ def test_where_no_schedule_is_faster_the_database_says_so(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("shards", [None, 2])
-def test_a_task_whose_whole_space_is_invalid_is_given_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, two_cores: None, shards: int | None
-) -> None:
+def test_a_task_whose_whole_space_is_invalid_is_given_up(tmp_path, caplog, two_cores, shards: int | None) -> None:
     bad = matmul_task(32)
     engine = FakeEngine(lambda digest: None)
     report = tuned(engine, tmp_path / "t", 200, 32, options={"shards": shards})
@@ -84,9 +82,7 @@ def test_a_task_whose_whole_space_is_invalid_is_given_up(
     assert report.tasks[0].task == bad.hash
 
 
-def test_a_space_without_valid_programs_ends_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_space_without_valid_programs_ends_the_task(tmp_path, monkeypatch, caplog) -> None:
     bad = matmul_task(48).hash
     replayed = TaskTuner.measure_of
     monkeypatch.setattr(
@@ -132,9 +128,7 @@ def test_interrupted_and_resumed_it_measures_nothing_twice(
     assert walls == sorted(walls), "time goes on where it stopped"
 
 
-def test_a_crash_in_the_middle_of_writing_is_mended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_in_the_middle_of_writing_is_mended(tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr("cdmpp.tuner.session.close_programs", lambda *_: [])  # which are measured again on purpose
     out = tmp_path / "t"
     tuned(FakeEngine(), out, 12)
@@ -277,9 +271,7 @@ def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_the_first_ctrl_c_waits_for_the_end_and_a_second_one_does_not(
-    capsys: pytest.CaptureFixture[str], times: int
-) -> None:
+def test_the_first_ctrl_c_waits_for_the_end_and_a_second_one_does_not(capsys, times: int) -> None:
     reached, before = [], signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with pytest.raises(KeyboardInterrupt), signals_held_back():

@@ -116,9 +116,7 @@ def test_command_line(tmp_path: Path, command: Command) -> None:
 
 
 @pytest.mark.parametrize(("cores", "share", "chosen"), [(1, 1, 1), (5, 1, 1), (6, 1, 6), (13, 8, 1)])
-def test_the_degree_is_calibrated_where_enough_cores_build(
-    monkeypatch: pytest.MonkeyPatch, cores: int, share: int, chosen: int
-) -> None:
+def test_the_degree_is_calibrated_where_enough_cores_build(monkeypatch, cores: int, share: int, chosen: int) -> None:
     said: list[str] = []
     monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: tuple(range(cores)))
     monkeypatch.setattr("cdmpp.profiler.calibration.usable_cores", lambda: tuple(range(cores)))
@@ -134,9 +132,7 @@ def test_the_degree_is_calibrated_where_enough_cores_build(
         device_of_this_machine("h200", "auto")
 
 
-def test_what_is_wrong_is_said_before_the_network_is_imported(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_said_before_the_network_is_imported(tmp_path, command, monkeypatch) -> None:
     def importing(*_: Any) -> Any:
         raise AssertionError("it began to import the network")
 
@@ -160,9 +156,7 @@ def test_shares_on_the_command_line() -> None:
         devices_with_shares("this-cpu@1", "2")
 
 
-def test_several_shares_are_tuned_on_the_command_line(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_shares_are_tuned_on_the_command_line(tmp_path, command, monkeypatch) -> None:
     here = device_of_this_machine("this-cpu@1")
 
     def device_of(device: str, *_: object) -> Device:

@@ -103,9 +103,7 @@ class Killer:
                 os.kill(worker.pid, signal.SIGKILL)
 
 
-def test_a_worker_that_dies_costs_its_batch(
-    tmp_path: Path, started: list[Worker], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_dies_costs_its_batch(tmp_path, started: list[Worker], caplog) -> None:
     out = tmp_path / "t"
     report = sharded(FakeEngine(delay_s=0.01), out, 40, 32, 40, 48, progress=Killer(started))
     assert len(started) == 3, "one in place of the dead"

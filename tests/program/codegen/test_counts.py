@@ -83,9 +83,7 @@ def test_without_a_disassembler_there_is_one_error(doubled: Any, monkeypatch: py
         instruction_counts([doubled, doubled], get_device("epyc-7763@1"))
 
 
-def test_what_does_not_compile_is_logged_and_predicted_without(
-    doubled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_does_not_compile_is_logged_and_predicted_without(doubled: Any, monkeypatch, caplog) -> None:
     failing = Mock(side_effect=RuntimeError("LLVM: cannot select"))
     monkeypatch.setattr("cdmpp.program.codegen.counts.compile_to_shared_object", failing)
     rows = instruction_counts([doubled], get_device("xeon-cascadelake-2.5ghz@1"))

@@ -38,9 +38,7 @@ def test_only_the_program_is_read(shared_object: bytes, tmp_path: Path) -> None:
         (b"main_compute_", b"compiler_init", "no function of a program"),
     ],
 )
-def test_other_files_are_refused(
-    shared_object: bytes, tmp_path: Path, before: bytes, after: bytes, message: str
-) -> None:
+def test_other_files_are_refused(shared_object: bytes, tmp_path, before: bytes, after: bytes, message: str) -> None:
     path = tmp_path / "p.so"
     path.write_bytes(shared_object.replace(before, after))
     assert path.read_bytes() != shared_object
