@@ -178,7 +178,7 @@ def _distinct(networks: Iterable[str | Network]) -> dict[str, tuple[Call, dict[s
     found: dict[str, tuple[Call, dict[str, Any]]] = {}
     for network in networks:
         loaded = load_network(network) if isinstance(network, str) else network
-        calls, _ = calls_of(loaded.export())
+        calls = calls_of(loaded.export())
         for call, row in zip(calls, table_of(calls).to_dict("records"), strict=True):
             sizes = " ".join(f"{name}={row[name]:g}" for name in SIZES if row[name] == row[name])
             found.setdefault(f"{call.name} {sizes}", (call, row))

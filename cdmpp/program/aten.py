@@ -37,25 +37,24 @@ class Call:
         return sum(self.weight_sizes.values())
 
 
-def calls_of(exported: Any) -> tuple[list[Call], int]:
-    """The operators that an ``ExportedProgram`` of fixed shapes runs, and how many views are between them."""
+def calls_of(exported: Any) -> list[Call]:
+    """The operators that an ``ExportedProgram`` of fixed shapes runs; views are none."""
     from torch.export.graph_signature import InputKind
 
     users = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT}
-    calls, views = [], 0
+    calls = []
     for node in exported.graph.nodes:
         if node.op != "call_function":
             continue
         name = str(getattr(node.target, "_opname", "") or node.target.__name__)
         kind = _kind(name)
         if not _tensors(node) or kind == "view" or (kind == "maybe_view" and _is_view(node)):
-            views += bool(_tensors(node))
             continue
         sizes, known = _sizes(name, node)
         weights = [i for i in node.all_input_nodes if i.op == "placeholder" and i.name not in users]
         most = _bytes(node) if name == "embedding" else math.inf  # it reads some rows alone
         calls.append(Call(node, name, sizes, known, {i: min(_bytes(i), most) for i in weights}))
-    return calls, views
+    return calls
 
 
 def table_of(calls: Sequence[Call]) -> pd.DataFrame:
