@@ -9,20 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import (
-    Bar,
-    Namespace,
-    Parser,
-    Verbs,
-    add,
-    counts_text,
-    hide,
-    number,
-    percent,
-    say,
-    show_table,
-    warn,
-)
+from cdmpp.cli import options as ui
 from cdmpp.errors import CdmppError
 
 if TYPE_CHECKING:
@@ -41,18 +28,18 @@ _BESIDE = {
 _NOISE = re.compile(r"\(R\)|\(TM\)| CPU\b| \d+-Core| Processor| @ .*")
 
 
-def _add_devices(sub: Parser) -> None:
-    add(sub, "device_files")
-    add(sub, "add", metavar="FILE", help="make the devices of a YAML file known for good")
-    add(sub, "measure", action="store_true", help="micro-benchmarks of this machine (some seconds)")
-    add(sub, "out", metavar="FILE", help="with --measure: write the results as a device file")
-    add(
+def _add_devices(sub: ui.Parser) -> None:
+    ui.add(sub, "device_files")
+    ui.add(sub, "add", metavar="FILE", help="make the devices of a YAML file known for good")
+    ui.add(sub, "measure", action="store_true", help="micro-benchmarks of this machine (some seconds)")
+    ui.add(sub, "out", metavar="FILE", help="with --measure: write the results as a device file")
+    ui.add(
         sub, "measuring_cores", type=int, metavar="N", help="how a node of Ray is started here that measures on N cores"
     )
-    add(sub, "ray", help="with --measuring-cores: the head to join (default: become one)")
+    ui.add(sub, "ray", help="with --measuring-cores: the head to join (default: become one)")
 
 
-def _devices(args: Namespace, console: Console, errors: Console) -> Any:
+def _devices(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """Which devices are known, and what this machine is called.
 
     cdmpp devices
@@ -67,7 +54,7 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
         from cdmpp.profiler.ray import node_command
 
         command = node_command(args.measuring_cores, args.ray)
-        say(console, command)
+        ui.say(console, command)
         return {"command": command}
     added = add_device_file(args.add) if args.add else []
     table = load_table(args.device_files)
@@ -76,12 +63,12 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
 
     def cells(of: Device) -> tuple[str, ...]:
         numbers = (of.cores, of.clock_mhz, of.mem_gb, of.bandwidth_gb_s, of.peak_gflops.get("float32"))
-        return (of.name, _NOISE.sub("", of.model), *(number(value, ".0f") for value in numbers))
+        return (of.name, _NOISE.sub("", of.model), *(ui.number(value, ".0f") for value in numbers))
 
     here, known = table.get("this-cpu"), known_devices(table)
     rows = [cells(here), *(cells(device) for device in known if device.name != here.name)]
     columns = ("<name", "<model", "cores", "MHz", "GB", "GB/s", "GFLOP/s")
-    show_table(console, "devices; the first is this machine", columns, rows)
+    ui.show_table(console, "devices; the first is this machine", columns, rows)
     console.print(
         f"[bold]{here.base}@1[/] (or this-cpu@1) is one core of this machine; "
         f"append .x86-64-v2 to the base for 128-bit SIMD code; h200@0.5 is half the SMs of a GPU. "
@@ -92,9 +79,9 @@ def _devices(args: Namespace, console: Console, errors: Console) -> Any:
     missing = {name: list(missing_fields(of_files[name])) for name in dict.fromkeys([*added, *own])}
     for name, fields in missing.items():
         unknown = f"unknown: {', '.join(fields)}" if fields else "nothing that is used is unknown"
-        say(console, f"{name}: {unknown}")
+        ui.say(console, f"{name}: {unknown}")
     if added:
-        say(console, f"{', '.join(added)} added to {user_file()}")
+        ui.say(console, f"{', '.join(added)} added to {user_file()}")
     devices = [device.to_json() for device in known]
     return {"this_machine": here.to_json(), "devices": devices, "added": added, "missing": missing}
 
@@ -110,19 +97,21 @@ def _measure_rates(out: str | None, table: Any, console: Console, errors: Consol
         row = {} if device.known is None else device.known.used().to_json()
         row |= {f"peak_gflops.{dtype}": value for dtype, value in row.get("peak_gflops", {}).items()}
         known = {quantity: row.get(_BESIDE.get(quantity, quantity)) for quantity in device.results}
-        cells = [(name, number(value, ".4g"), number(known[name], ".4g")) for name, value in device.results.items()]
-        show_table(console, f"{device.row.name}, measured", ("<quantity", "measured", "table"), cells)
+        cells = [
+            (name, ui.number(value, ".4g"), ui.number(known[name], ".4g")) for name, value in device.results.items()
+        ]
+        ui.show_table(console, f"{device.row.name}, measured", ("<quantity", "measured", "table"), cells)
         for reason in device.skipped:
-            say(console, f"not measured: {reason}")
+            ui.say(console, f"not measured: {reason}")
         result = {"name": device.row.name, "measured": device.results, "table": known}
         results.append({**result, "skipped": list(device.skipped), "row": device.row.to_json()})
     if out:
         write_device_file([device.row for device in found], out)
-        say(console, f"{out} is a device file: cdmpp devices --add {out}")
+        ui.say(console, f"{out} is a device file: cdmpp devices --add {out}")
     return results
 
 
-def _networks(args: Namespace, console: Console, errors: Console) -> Any:
+def _networks(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """Which networks come with cdmpp.
 
     cdmpp networks
@@ -137,8 +126,8 @@ def _networks(args: Namespace, console: Console, errors: Console) -> Any:
         row = {"name": entry.name, "family": entry.family, "inputs": inputs, "tasks": tasks}
         rows.append({**row, "description": entry.description})
         shapes = "\n".join(inputs).replace(", ", ",").replace("float32", "")
-        cells.append((entry.name, entry.family, shapes, number(tasks), entry.description))
-    show_table(console, "networks", ("<name", "<family", "<inputs", "tasks", "<description"), cells)
+        cells.append((entry.name, entry.family, shapes, ui.number(tasks), entry.description))
+    ui.show_table(console, "networks", ("<name", "<family", "<inputs", "tasks", "<description"), cells)
     console.print(
         "Append a batch size as in resnet18@b4, an image size or sequence length as in resnet18@s160, or both, "
         "or give an .onnx or .pt2 file in place of a name. operators@s1, operators@s2, ... are fifty random operators each. "
@@ -147,11 +136,11 @@ def _networks(args: Namespace, console: Console, errors: Console) -> Any:
     return rows
 
 
-def _add_dataset(sub: Parser) -> None:
+def _add_dataset(sub: ui.Parser) -> None:
     sub.add_argument("paths", nargs="+", metavar="DIR", help="dataset folders, or folders of them")
 
 
-def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
+def _dataset(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """What a dataset holds: records, failures, tasks, devices, noise.
 
     cdmpp dataset runs/mine
@@ -162,7 +151,7 @@ def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
     def cells(name: str, row: Mapping[str, Any]) -> list[str]:
         counts = [str(row[key]) for key in ("records", "ok", "tasks", "networks")]
         failures = "\n".join(f"{kind} {n}" for kind, n in row["failures"].items() if n) or "-"
-        return [name, *counts, failures, percent(row["noise_floor_mape"])]
+        return [name, *counts, failures, ui.percent(row["noise_floor_mape"])]
 
     with errors.status("reading the records"):
         summary = load_datasets(args.paths).summary()
@@ -170,39 +159,39 @@ def _dataset(args: Namespace, console: Console, errors: Console) -> Any:
     rows = [cells(str(row["path"]), row) for row in datasets]
     rows += [cells("total", summary["total"])] if len(rows) > 1 else []
     columns = ("<dataset", "records", "ok", "tasks", "networks", "<failures", "noise")
-    show_table(console, "datasets", columns, rows, total=len(rows) > 1)
+    ui.show_table(console, "datasets", columns, rows, total=len(rows) > 1)
     of_devices = [
-        (str(row["path"]), name, str(n["ok"]), percent(n["split_half_median"]), percent(n["split_half_mean"]))
+        (str(row["path"]), name, str(n["ok"]), ui.percent(n["split_half_median"]), ui.percent(n["split_half_mean"]))
         for row in datasets
         for name, n in row.get("by_device", {}).items()
     ]
     if of_devices:
         title = "by device; how far the labels of split halves differ"
-        show_table(console, title, ("<dataset", "<device", "ok", "median", "mean"), of_devices)
+        ui.show_table(console, title, ("<dataset", "<device", "ok", "median", "mean"), of_devices)
     for row in datasets:
-        say(console, f"{row['path']}: origins of programs: {counts_text(row.get('origins', {}))}")
+        ui.say(console, f"{row['path']}: origins of programs: {ui.counts_text(row.get('origins', {}))}")
         if row.get("remeasured"):
-            say(
+            ui.say(
                 console,
                 f"{row['path']}: {row['remeasured']} programs were measured again, "
-                f"their labels differ by {percent(row['remeasured_difference'])} in the median, "
-                f"{percent(row['remeasured_mean'])} in the mean, {percent(row['remeasured_p90'])} in the worst tenth",
+                f"their labels differ by {ui.percent(row['remeasured_difference'])} in the median, "
+                f"{ui.percent(row['remeasured_mean'])} in the mean, {ui.percent(row['remeasured_p90'])} in the worst tenth",
             )
         if row.get("corrupt_lines"):
-            warn(console, f"{row['path']}: {row['corrupt_lines']} damaged lines were skipped")
+            ui.warn(console, f"{row['path']}: {row['corrupt_lines']} damaged lines were skipped")
     return summary
 
 
-def _add_import(sub: Parser) -> None:
+def _add_import(sub: ui.Parser) -> None:
     sources = ("neusight", "benchmark-hub", "neusight-operators", "aiconfigurator", "pipeweave", "miopen")
     sub.add_argument("source", choices=sources, help="whose files they are")
     sub.add_argument("files", nargs="+", metavar="FILE", help="parquet or CSV files, told apart by their columns")
-    add(sub, "out", required=True, help="new dataset folder")
-    add(sub, "limit", type=int, help="so many rows of each file, spread evenly")
-    add(sub, "device_files")
+    ui.add(sub, "out", required=True, help="new dataset folder")
+    ui.add(sub, "limit", type=int, help="so many rows of each file, spread evenly")
+    ui.add(sub, "device_files")
 
 
-def _import(args: Namespace, console: Console, errors: Console) -> Any:
+def _import(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """Turn public measurements into a dataset.
 
     cdmpp import neusight operators.csv --out runs/neusight
@@ -214,7 +203,7 @@ def _import(args: Namespace, console: Console, errors: Console) -> Any:
     run = import_neusight if args.source == "neusight" else import_benchmark_hub
     if args.source in SOURCES:
         run = partial(import_operators, args.source)
-    with Bar(errors, "reading") as bar:
+    with ui.Bar(errors, "reading") as bar:
         report = run(
             args.files,
             args.out,
@@ -223,29 +212,29 @@ def _import(args: Namespace, console: Console, errors: Console) -> Any:
             progress=lambda what, done, total: bar.update(done, total, what),
         )
     failures = {status: n for status, n in report.records.items() if status != "ok"}
-    say(
+    ui.say(
         console,
-        f"{report.path}: {report.records.get('ok', 0)} labels (failures: {counts_text(failures)}) of "
+        f"{report.path}: {report.records.get('ok', 0)} labels (failures: {ui.counts_text(failures)}) of "
         + (f"{report.programs} programs of " if report.programs else "")
         + f"{report.tasks} {'tasks' if report.programs else 'operators'} on {', '.join(report.devices) or 'no device'}",
     )
     if report.graphs:
-        say(console, f"{len(report.graphs)} networks as graphs of tasks: {', '.join(report.graphs)}")
+        ui.say(console, f"{len(report.graphs)} networks as graphs of tasks: {', '.join(report.graphs)}")
     for name, count in report.unknown_operators.items():
-        say(console, f"left out: {count} of the unknown operator {name}")
+        ui.say(console, f"left out: {count} of the unknown operator {name}")
     for note in report.notes:
-        say(console, note)
+        ui.say(console, note)
     return report.to_json()
 
 
-def _add_codegen(sub: Parser) -> None:
+def _add_codegen(sub: ui.Parser) -> None:
     sub.add_argument("data", nargs="+", metavar="DIR", help="dataset folders with labels of x86 CPUs")
-    add(sub, "builders", default=1, help="building processes")
-    hide(sub, "--workers", dest="builders", type=int, default=1)
-    add(sub, "object_cache", "ray")
+    ui.add(sub, "builders", default=1, help="building processes")
+    ui.hide(sub, "--workers", dest="builders", type=int, default=1)
+    ui.add(sub, "object_cache", "ray")
 
 
-def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
+def _codegen(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """Count the instructions of a dataset's compiled programs, for better predictions.
 
     cdmpp codegen runs/mine
@@ -260,13 +249,13 @@ def _codegen(args: Namespace, console: Console, errors: Console) -> Any:
 
         pool = connect(args.ray)
     for folder in args.data:
-        with Bar(errors, f"programs of {folder} without counts") as bar:
+        with ui.Bar(errors, f"programs of {folder} without counts") as bar:
             summary[folder] = len(collect_codegen(folder, args.builders, bar.update, args.object_cache, pool))
-        say(console, f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
+        ui.say(console, f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
     return summary
 
 
-VERBS: Verbs = {
+VERBS: ui.Verbs = {
     "devices": (_add_devices, _devices),
     "networks": (lambda sub: None, _networks),
     "dataset": (_add_dataset, _dataset),

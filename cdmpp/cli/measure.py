@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import (
-    NETWORKS,
-    Bar,
-    Namespace,
-    Parser,
-    Verbs,
-    add,
-    add_settings,
-    counts_text,
-    networks_of,
-    say,
-    settings,
-)
+from cdmpp.cli import options as ui
 from cdmpp.errors import ProfilerError
 
 if TYPE_CHECKING:
@@ -30,21 +18,21 @@ if TYPE_CHECKING:
 _OF_CPUS = ("tasks", "programs_of", "remeasure", "unscheduled", "object_cache")
 
 
-def _add_profile(sub: Parser) -> None:
+def _add_profile(sub: ui.Parser) -> None:
     from cdmpp.profiler.session import ProfileConfig
 
-    sub.add_argument("networks", nargs="*", metavar="NETWORK", help=NETWORKS)
-    add(sub, "device", default="this-cpu@1")
-    add(sub, "out", required=True, help="dataset folder")
-    add(sub, "resume")
-    add(sub, "tasks", metavar="FILE", help="these tasks only (JSON with 'tasks', or a hash a line)")
-    add(sub, "programs_of", metavar="DIR", help="measure the programs of this dataset instead")
-    add(sub, "remeasure", action="store_true", help="with --programs-of: also what --out has already")
-    add(sub, "library", action="store_true", help="PyTorch's own kernels, in place of TVM's programs")
-    add_settings(sub, ProfileConfig)
+    sub.add_argument("networks", nargs="*", metavar="NETWORK", help=ui.NETWORKS)
+    ui.add(sub, "device", default="this-cpu@1")
+    ui.add(sub, "out", required=True, help="dataset folder")
+    ui.add(sub, "resume")
+    ui.add(sub, "tasks", metavar="FILE", help="these tasks only (JSON with 'tasks', or a hash a line)")
+    ui.add(sub, "programs_of", metavar="DIR", help="measure the programs of this dataset instead")
+    ui.add(sub, "remeasure", action="store_true", help="with --programs-of: also what --out has already")
+    ui.add(sub, "library", action="store_true", help="PyTorch's own kernels, in place of TVM's programs")
+    ui.add_settings(sub, ProfileConfig)
 
 
-def _profile(args: Namespace, console: Console, errors: Console) -> Any:
+def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """Measure programs of networks on a device of this machine, for predictors to learn from.
 
     cdmpp profile mlp resnet18 --out runs/mine          64 programs of each task, on one core
@@ -53,7 +41,7 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.device import get_device
     from cdmpp.profiler.session import ProfileConfig, profile, read_task_file
 
-    networks = networks_of(args.networks)
+    networks = ui.networks_of(args.networks)
     if bool(networks) == bool(args.programs_of):
         raise ProfilerError("name networks to profile, or a dataset with --programs-of, not both")
     if args.unscheduled and args.programs_of:
@@ -63,25 +51,25 @@ def _profile(args: Namespace, console: Console, errors: Console) -> Any:
     if args.library:
         from cdmpp.profiler.library import profile_library
 
-        with Bar(errors, "measuring") as bar:
+        with ui.Bar(errors, "measuring") as bar:
             found = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.update)
         return _shown_labels(found, console)
     if args.ray is None and args.rpc is None and get_device(args.device).kind == "gpu":
         return _profile_gpu(networks, args, console, errors)
-    with Bar(errors, "measuring") as bar:
+    with ui.Bar(errors, "measuring") as bar:
         tasks = None if args.tasks is None else read_task_file(args.tasks)
         chosen: dict[str, Any] = {"tasks": tasks, "programs_of": args.programs_of, "remeasure": args.remeasure}
-        report = profile(networks, config=settings(args, ProfileConfig), **chosen, **_run(args, bar))
-    say(
+        report = profile(networks, config=ui.settings(args, ProfileConfig), **chosen, **_run(args, bar))
+    ui.say(
         console,
         f"{report.path}: {report.ok} labels on {report.device} in {report.elapsed_s:.0f} s "
         f"({report.new / max(report.elapsed_s, 1e-9):.1f}/s, degree {report.workers}); "
-        f"failures: {counts_text(report.failures)}",
+        f"failures: {ui.counts_text(report.failures)}",
     )
     return asdict(report)
 
 
-def _run(args: Namespace, bar: Bar) -> dict[str, Any]:
+def _run(args: ui.Namespace, bar: ui.Bar) -> dict[str, Any]:
     """What all that measure or compile are told: where, for what, and whom to tell."""
     given = {name: getattr(args, name) for name in ("device", "out", "resume")}
     return {**given, "progress": bar.follow, "notify": bar.say}
@@ -89,15 +77,15 @@ def _run(args: Namespace, bar: Bar) -> dict[str, Any]:
 
 def _shown_labels(report: LibraryReport, console: Console) -> Any:
     """Say how many operators were measured; the same as JSON values."""
-    say(
+    ui.say(
         console,
         f"{report.path}: {report.labels} labels on {report.device}, {report.new} operators in {report.elapsed_s:.0f} s; "
-        f"failures: {counts_text(report.failures)}",
+        f"failures: {ui.counts_text(report.failures)}",
     )
     return asdict(report)
 
 
-def _profile_gpu(networks: list[str], args: Namespace, console: Console, errors: Console) -> Any:
+def _profile_gpu(networks: list[str], args: ui.Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.profiler.gpu.make import BundleConfig
     from cdmpp.profiler.gpu.measure import MeasureConfig, profile_gpu
 
@@ -106,29 +94,29 @@ def _profile_gpu(networks: list[str], args: Namespace, console: Console, errors:
             raise ProfilerError(
                 f"--{option.replace('_', '-')} is for CPUs: for a GPU, cdmpp bundle and cdmpp measure have more options"
             )
-    with Bar(errors, "measuring") as bar:
+    with ui.Bar(errors, "measuring") as bar:
         configs: dict[str, Any] = {
-            "bundle_config": settings(args, BundleConfig),
-            "measure_config": settings(args, MeasureConfig),
+            "bundle_config": ui.settings(args, BundleConfig),
+            "measure_config": ui.settings(args, MeasureConfig),
         }
         report = profile_gpu(networks, **configs, **_run(args, bar))
     return _shown(report, console)
 
 
-def _add_bundle(sub: Parser) -> None:
+def _add_bundle(sub: ui.Parser) -> None:
     from cdmpp.profiler.gpu.make import BundleConfig
 
-    sub.add_argument("networks", nargs="+", metavar="NETWORK", help=NETWORKS)
-    add(sub, "device", required=True, help="a CUDA device, such as h200")
-    add(sub, "out", required=True, metavar="FILE", help="the bundle")
-    add(sub, "resume")
-    add(sub, "code", choices=("both", "cubin", "source"), default="both", help="what is kept")
-    add(sub, "tasks_of", metavar="DIR", help="a dataset that has the tasks of these networks")
-    add(sub, "mutants_of", metavar="DIR", help="records on D: draw mutants of the fastest programs")
-    add_settings(sub, BundleConfig)
+    sub.add_argument("networks", nargs="+", metavar="NETWORK", help=ui.NETWORKS)
+    ui.add(sub, "device", required=True, help="a CUDA device, such as h200")
+    ui.add(sub, "out", required=True, metavar="FILE", help="the bundle")
+    ui.add(sub, "resume")
+    ui.add(sub, "code", choices=("both", "cubin", "source"), default="both", help="what is kept")
+    ui.add(sub, "tasks_of", metavar="DIR", help="a dataset that has the tasks of these networks")
+    ui.add(sub, "mutants_of", metavar="DIR", help="records on D: draw mutants of the fastest programs")
+    ui.add_settings(sub, BundleConfig)
 
 
-def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
+def _bundle(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """Compile programs here for a GPU that is on another machine, into one file.
 
     cdmpp bundle resnet18 bert_tiny --device h200 --out h200.bundle
@@ -136,37 +124,37 @@ def _bundle(args: Namespace, console: Console, errors: Console) -> Any:
     """
     from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 
-    with Bar(errors, "compiling") as bar:
-        config = settings(args, BundleConfig, cubins=args.code != "source", sources=args.code != "cubin")
+    with ui.Bar(errors, "compiling") as bar:
+        config = ui.settings(args, BundleConfig, cubins=args.code != "source", sources=args.code != "cubin")
         drawn = {"tasks_of": args.tasks_of, "mutants_of": args.mutants_of}
-        report = make_bundle(networks_of(args.networks), config=config, **drawn, **_run(args, bar))
-    say(
+        report = make_bundle(ui.networks_of(args.networks), config=config, **drawn, **_run(args, bar))
+    ui.say(
         console,
-        f"{report.path}: {counts_text(report.statuses)} of {report.tasks} tasks for {report.device} by "
+        f"{report.path}: {ui.counts_text(report.statuses)} of {report.tasks} tasks for {report.device} by "
         f"{report.compiler}; {report.references} references; {report.bytes / 1e6:.1f} MB",
     )
     return asdict(report)
 
 
-def _add_measure(sub: Parser) -> None:
+def _add_measure(sub: ui.Parser) -> None:
     from cdmpp.profiler.gpu.measure import MeasureConfig
 
     what = (
         "what cdmpp bundle wrote, or a .csv of operators (cdmpp finetune --tasks K without --data), which PyTorch runs"
     )
     sub.add_argument("bundle", metavar="FILE", help=what)
-    add(
+    ui.add(
         sub,
         "device",
         help="the bundle's device (default), or a share of it, such as h200@0.5; of operators the GPU here",
     )
-    add(sub, "out", required=True, help="dataset folder")
-    add(sub, "resume")
-    add(sub, "cache", choices=("warm", "cold"), default="warm", help="level-2 cache before a sample")
-    add_settings(sub, MeasureConfig)
+    ui.add(sub, "out", required=True, help="dataset folder")
+    ui.add(sub, "resume")
+    ui.add(sub, "cache", choices=("warm", "cold"), default="warm", help="level-2 cache before a sample")
+    ui.add_settings(sub, MeasureConfig)
 
 
-def _measure(args: Namespace, console: Console, errors: Console) -> Any:
+def _measure(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """Measure such a bundle, or a list of operators, on the GPU of this machine; without TVM.
 
     cdmpp measure h200.bundle --device h200@0.5 --out runs/half --budget 10m
@@ -177,11 +165,11 @@ def _measure(args: Namespace, console: Console, errors: Console) -> Any:
     if args.bundle.lower().endswith(".csv"):
         from cdmpp.profiler.library import measure_operators
 
-        with Bar(errors, "measuring") as bar:
+        with ui.Bar(errors, "measuring") as bar:
             found = measure_operators(args.bundle, args.out, args.device, progress=bar.update)
         return _shown_labels(found, console)
-    with Bar(errors, "measuring") as bar:
-        config = settings(args, MeasureConfig, cold=args.cache == "cold")
+    with ui.Bar(errors, "measuring") as bar:
+        config = ui.settings(args, MeasureConfig, cold=args.cache == "cold")
         report = measure(args.bundle, config=config, **_run(args, bar))
     return _shown(report, console)
 
@@ -189,17 +177,17 @@ def _measure(args: Namespace, console: Console, errors: Console) -> Any:
 def _shown(report: MeasureReport, console: Console) -> Any:
     """Say what was measured on a GPU; the same as JSON values."""
 
-    say(
+    ui.say(
         console,
         f"{report.path}: {report.ok} labels on {report.device} in {report.elapsed_s:.0f} s "
         f"({report.labels_per_s:.1f}/s), {report.checked} outputs checked, {report.restarts} restarts; "
-        f"failures: {counts_text(report.failures)}",
+        f"failures: {ui.counts_text(report.failures)}",
     )
     values = asdict(report)
     return {**values, "gpu": values.pop("facts")}
 
 
-VERBS: Verbs = {
+VERBS: ui.Verbs = {
     "profile": (_add_profile, _profile),
     "bundle": (_add_bundle, _bundle),
     "measure": (_add_measure, _measure),

@@ -337,6 +337,5 @@ class Bar:
         expected = "" if gain is None else f", next minute -{100 * gain:.1f} %"
         energy = "" if costs.energy_j is None else f", {costs.energy_j:.0f} J"
         text = f"best {best}, untuned {untuned}, {costs.wall_s:.0f} s ({costs.cpu_s:.0f} of CPUs{energy}), "
-        text += f"{costs.measurements} measured, "
-        text += f"{costs.dropped} dropped{expected}"
+        text += f"{costs.measurements} measured, {costs.dropped} dropped{expected}"
         self.update(state.costs.trials, state.objective.trials, text)

@@ -7,20 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import (
-    NETWORK,
-    Bar,
-    Namespace,
-    Parser,
-    Verbs,
-    add,
-    interval_text,
-    number,
-    percent,
-    say,
-    show_table,
-    warn,
-)
+from cdmpp.cli import options as ui
 from cdmpp.errors import CdmppError, UnknownDeviceError
 from cdmpp.files import seconds_text
 
@@ -31,18 +18,18 @@ if TYPE_CHECKING:
 _COMPILE = "compile (not run) the N best programs of a task, or the program, and predict from their instructions"
 
 
-def _add_predict(sub: Parser) -> None:
-    sub.add_argument("target", metavar="PROGRAM.json|NETWORK", help=f"TIR as JSON; or a network: {NETWORK}")
-    add(sub, "device", required=True)
-    add(sub, "predictor", default="default")
-    add(sub, "programs_per_task", default=64)
-    add(sub, "compile", type=int, default=0, metavar="N", help=_COMPILE)
+def _add_predict(sub: ui.Parser) -> None:
+    sub.add_argument("target", metavar="PROGRAM.json|NETWORK", help=f"TIR as JSON; or a network: {ui.NETWORK}")
+    ui.add(sub, "device", required=True)
+    ui.add(sub, "predictor", default="default")
+    ui.add(sub, "programs_per_task", default=64)
+    ui.add(sub, "compile", type=int, default=0, metavar="N", help=_COMPILE)
     measured = "what PROGRAM.json took on another device, such as rtx-3060=1.3ms; may be repeated"
-    add(sub, "measured", action="append", default=[], metavar="D=LATENCY", help=measured)
-    add(sub, "seed", default=0)
+    ui.add(sub, "measured", action="append", default=[], metavar="D=LATENCY", help=measured)
+    ui.add(sub, "seed", default=0)
 
 
-def _predict(args: Namespace, console: Console, errors: Console) -> Any:
+def _predict(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """How long a program takes, or each task of a network, on a device that need not be here.
 
     cdmpp predict mlp --device h200
@@ -66,7 +53,7 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
         raise CdmppError("--measured is of one program (PROGRAM.json), a network has many")
     from cdmpp.endtoend import predict_network
 
-    with Bar(errors, "drawing and predicting programs of tasks") as bar:
+    with ui.Bar(errors, "drawing and predicting programs of tasks") as bar:
         result = predict_network(
             predictor,
             args.target,
@@ -81,22 +68,22 @@ def _predict(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _show_program(console: Console, result: Mapping[str, Any]) -> None:
-    say(console, f"{result['program']} on {result['device']}: {seconds_text(result['latency_s'])}")
+    ui.say(console, f"{result['program']} on {result['device']}: {seconds_text(result['latency_s'])}")
     if result["low_s"] is not None:
-        interval = interval_text(result["low_s"], result["high_s"])
-        say(console, f"{100 * result['coverage']:g} % interval: {interval}")
+        interval = ui.interval_text(result["low_s"], result["high_s"])
+        ui.say(console, f"{100 * result['coverage']:g} % interval: {interval}")
     far = "unfamiliar: the program is far from the training data" if result["unfamiliar"] else ""
-    warn(console, far, result["note"])
+    ui.warn(console, far, result["note"])
 
 
 def _show_tasks(console: Console, result: Mapping[str, Any]) -> None:
     rows = [
         (
             row["name"],
-            number(row["weight"]),
+            ui.number(row["weight"]),
             f"{row['programs']}" + (f", [yellow]{row['unfamiliar']} far[/]" if row["unfamiliar"] else ""),
             seconds_text(row["best_s"]),
-            interval_text(row["best_low_s"], row["best_high_s"]),
+            ui.interval_text(row["best_low_s"], row["best_high_s"]),
             seconds_text(row["median_s"]),
             seconds_text(row["worst_s"]),
         )
@@ -104,7 +91,7 @@ def _show_tasks(console: Console, result: Mapping[str, Any]) -> None:
     ]
     interval = f"{100 * result['coverage']:g} % interval"
     columns = ("<task", "runs", "<programs", "best", interval, "median", "worst")
-    show_table(console, f"{result['network']} on {result['device']}: predicted latency per task", columns, rows)
+    ui.show_table(console, f"{result['network']} on {result['device']}: predicted latency per task", columns, rows)
     console.print(
         f"All tasks with the best schedule of those tried: [bold]{seconds_text(result['total_best_s'])}[/]; "
         f"with the median one: {seconds_text(result['total_median_s'])}."
@@ -115,38 +102,38 @@ def _show_tasks(console: Console, result: Mapping[str, Any]) -> None:
             "median and worst: of all, without."
         )
     far = any(row["unfamiliar"] for row in result["tasks"])
-    warn(console, "far: programs that are far from the training data" if far else "", result["note"])
+    ui.warn(console, "far: programs that are far from the training data" if far else "", result["note"])
 
 
-def _add_latency(sub: Parser) -> None:
+def _add_latency(sub: ui.Parser) -> None:
     from cdmpp.cli.serving import add_options
 
     listed = "a language model's config.json or name, or operators as .parquet or .csv"
-    network = f"{NETWORK}, networks/*.json of imported traces, {listed}"
+    network = f"{ui.NETWORK}, networks/*.json of imported traces, {listed}"
     sub.add_argument("network", metavar="NETWORK", help=network)
     devices = "device name (see cdmpp devices); several are ranked"
-    add(sub, "device", required=True, metavar="D[,D...]", help=devices)
-    add(sub, "predictor", default="default")
+    ui.add(sub, "device", required=True, metavar="D[,D...]", help=devices)
+    ui.add(sub, "predictor", default="default")
     runtime = "what runs a network: PyTorch, eagerly (default), TVM's programs as they are, or the best predicted ones"
-    add(sub, "runtime", choices=("torch", "tvm", "tvm-tuned"), default=None, help=runtime)
+    ui.add(sub, "runtime", choices=("torch", "tvm", "tvm-tuned"), default=None, help=runtime)
     schedule = "a task's program: as it is (default), the best predicted of some, or of this MetaSchedule database"
-    add(sub, "schedule", default="untuned", metavar="untuned|best|DIR", help=schedule)
-    add(sub, "programs_per_task", default=64, help="of --schedule best")
-    add(sub, "compile", type=int, default=4, metavar="N", help=f"for TVM on an x86 CPU {_COMPILE}")
-    add(sub, "seed", default=0)
-    add(sub, "streams", default=1, metavar="N", help="kernels at the same time on a GPU, at most")
+    ui.add(sub, "schedule", default="untuned", metavar="untuned|best|DIR", help=schedule)
+    ui.add(sub, "programs_per_task", default=64, help="of --schedule best")
+    ui.add(sub, "compile", type=int, default=4, metavar="N", help=f"for TVM on an x86 CPU {_COMPILE}")
+    ui.add(sub, "seed", default=0)
+    ui.add(sub, "streams", default=1, metavar="N", help="kernels at the same time on a GPU, at most")
     shares = "of one device: predict its shares, and name the smallest that is as fast as all of it within 5 %%"
-    add(sub, "shares", action="store_true", help=shares)
+    ui.add(sub, "shares", action="store_true", help=shares)
     launch = "between two launches (default: the device's, if known)"
-    add(sub, "launch_us", type=float, metavar="F", help=launch)
+    ui.add(sub, "launch_us", type=float, metavar="F", help=launch)
     price = "YAML or JSON of device names and prices of an hour: rank by cost, too"
-    add(sub, "price", metavar="FILE", help=price)
-    add(sub, "data", nargs=None, help="dataset with a trace's tasks (default: the one it lies in)")
-    add(sub, "layers", default=20, metavar="N", help="longest layers shown, 0 for all")
+    ui.add(sub, "price", metavar="FILE", help=price)
+    ui.add(sub, "data", nargs=None, help="dataset with a trace's tasks (default: the one it lies in)")
+    ui.add(sub, "layers", default=20, metavar="N", help="longest layers shown, 0 for all")
     add_options(sub)
 
 
-def _latency(args: Namespace, console: Console, errors: Console) -> Any:
+def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """How long a whole network takes; or which of several devices is fastest, or cheapest.
 
     cdmpp latency resnet18@b4 --device h200
@@ -165,11 +152,11 @@ def _latency(args: Namespace, console: Console, errors: Console) -> Any:
     result = _latency_on(args, shares, console, errors)
     latency_s = {report["device"]: report["latency_s"] for report in result.get("reports", [result])}
     smallest = shares[smallest_share([latency_s[share] for share in shares])]
-    say(console, f"The smallest share that is as fast as {shares[-1]}, within 5 %: [bold]{smallest}[/].")
+    ui.say(console, f"The smallest share that is as fast as {shares[-1]}, within 5 %: [bold]{smallest}[/].")
     return {**result, "smallest_share": smallest}
 
 
-def _latency_on(args: Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
+def _latency_on(args: ui.Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
     from cdmpp.cli.serving import run as run_serving
     from cdmpp.endtoend import compare_devices, read_prices
     from cdmpp.program.llm import MODELS, is_config
@@ -186,7 +173,7 @@ def _latency_on(args: Namespace, devices: Sequence[str], console: Console, error
         reading.stop()
         bar.update(done, total)
 
-    with reading, Bar(errors, "programs compiled") as bar:
+    with reading, ui.Bar(errors, "programs compiled") as bar:
         comparison = compare_devices(
             args.network,
             devices,
@@ -223,8 +210,8 @@ def _show_layers(console: Console, comparison: Comparison, shown: int) -> None:
             layer.origin + (" [yellow]unfamiliar[/]" if layer.unfamiliar else ""),
             f"{layer.repeat:g}",
             seconds_text(layer.latency_s),
-            interval_text(layer.low_s, layer.high_s),
-            percent(layer.fraction),
+            ui.interval_text(layer.low_s, layer.high_s),
+            ui.percent(layer.fraction),
             seconds_text(layer.gap_s or None),
             seconds_text(layer.measured_s),
         )
@@ -232,23 +219,23 @@ def _show_layers(console: Console, comparison: Comparison, shown: int) -> None:
         if layer in longest
     ]
     title = f"{report.network} on {report.device}: {what}, in the order of execution"
-    show_table(console, title, columns, rows)
+    ui.show_table(console, title, columns, rows)
     of_gaps = f", {seconds_text(report.gap_s)} of it launch gaps" if report.gap_s else ""
     kernels = f"{report.launches:g} kernels, schedule {report.schedule}{of_gaps}"
-    say(console, f"[bold]{seconds_text(report.latency_s)}[/] a run on {report.device} ({kernels})")
+    ui.say(console, f"[bold]{seconds_text(report.latency_s)}[/] a run on {report.device} ({kernels})")
     if report.streams > 1:
-        say(console, f"on one stream instead of {report.streams}: {seconds_text(report.serial_s)}")
+        ui.say(console, f"on one stream instead of {report.streams}: {seconds_text(report.serial_s)}")
     for low_s, high_s, when in (
         (report.low_s, report.high_s, "all tasks' errors go the same way"),
         (report.independent_low_s, report.independent_high_s, "they differ by chance"),
     ):
         if low_s is not None and high_s is not None:
-            say(console, f"between {seconds_text(low_s)} and {seconds_text(high_s)} if {when}")
+            ui.say(console, f"between {seconds_text(low_s)} and {seconds_text(high_s)} if {when}")
     if report.measured_s is not None:
-        say(console, f"measured: {seconds_text(report.measured_s)}, so the error is {percent(report.ape)}")
+        ui.say(console, f"measured: {seconds_text(report.measured_s)}, so the error is {ui.percent(report.ape)}")
     if report.cost_per_million is not None:
-        say(console, f"a million runs cost {report.cost_per_million:.4g} at {report.price_per_hour:g} an hour")
-    warn(console, *report.notes, *comparison.notes)
+        ui.say(console, f"a million runs cost {report.cost_per_million:.4g} at {report.price_per_hour:g} an hour")
+    ui.warn(console, *report.notes, *comparison.notes)
 
 
 def _show_devices(console: Console, comparison: Comparison, whole: str | None) -> None:
@@ -259,23 +246,23 @@ def _show_devices(console: Console, comparison: Comparison, whole: str | None) -
         priced = report.device in comparison.by_cost
         return str(comparison.by_cost.index(report.device) + 1) if priced else "-"
 
-    cost = {"?a million runs": lambda report: number(report.cost_per_million, ".4g"), "?rank by cost": rank}
+    cost = {"?a million runs": lambda report: ui.number(report.cost_per_million, ".4g"), "?rank by cost": rank}
     eager = any(report.schedule == "torch" for report in comparison.reports)
     how = "run by PyTorch" if eager else f"schedule {comparison.reports[0].schedule}"
     title = f"{comparison.network} on {len(comparison.reports)} devices, {how}"
     show_ranked(console, title, comparison.reports, cost)
     noted = [report for report in comparison.reports if whole in (None, report.device)]
     notes = [(report.device, note) for report in noted for note in report.notes]
-    warn(console, *(comparison.notes if whole is None else ()))
-    warn(console, *(note if device in note else f"{device}: {note}" for device, note in notes))
+    ui.warn(console, *(comparison.notes if whole is None else ()))
+    ui.warn(console, *(note if device in note else f"{device}: {note}" for device, note in notes))
 
 
-def _add_demo(sub: Parser) -> None:
-    add(sub, "data", default=["data"], help="the data that ship (default: data)")
-    add(sub, "out", default="runs/demo", help="what is measured there already is used again")
+def _add_demo(sub: ui.Parser) -> None:
+    ui.add(sub, "data", default=["data"], help="the data that ship (default: data)")
+    ui.add(sub, "out", default="runs/demo", help="what is measured there already is used again")
 
 
-def _demo(args: Namespace, console: Console, errors: Console) -> Any:
+def _demo(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """Measure a small network here, predict it, learn from it, compare: in minutes.
 
     cdmpp demo
@@ -286,4 +273,4 @@ def _demo(args: Namespace, console: Console, errors: Console) -> Any:
     return run_demo(console, errors, args.data, args.out)
 
 
-VERBS: Verbs = {"demo": (_add_demo, _demo), "predict": (_add_predict, _predict), "latency": (_add_latency, _latency)}
+VERBS: ui.Verbs = {"demo": (_add_demo, _demo), "predict": (_add_predict, _predict), "latency": (_add_latency, _latency)}

@@ -24,27 +24,7 @@ import pandas as pd
 import psutil
 import pyarrow as pa
 
-from cdmpp.dataset.record import (
-    META_FILE,
-    RECORD_COLUMNS,
-    ROWS_FILE,
-    SCHEMA_VERSION,
-    SCHEMAS,
-    Record,
-    check_schema_version,
-    checked,
-    from_arrow,
-    read_parquet,
-    record_from_json,
-    record_to_json,
-    records_from_arrow,
-    records_to_arrow,
-    records_to_frame,
-    task_from_json,
-    to_arrow,
-    unite_networks,
-    write_parquet,
-)
+from cdmpp.dataset import record as layout
 from cdmpp.dataset.view import DatasetView, check_same
 from cdmpp.device import Device
 from cdmpp.errors import DatasetError, LabelError, raised_as
@@ -206,15 +186,18 @@ class Dataset(DatasetView):
         """Make a new dataset and lock it for writing; ``meta`` are JSON values, such as ``network_families={network: family}``.
         DatasetError: there is a dataset already, the folder holds other files of these names, or it cannot be written."""
         path = Path(path)
-        if (path / META_FILE).exists():
+        if (path / layout.META_FILE).exists():
             raise DatasetError(f"{path} is a dataset already; open it to add to it")
         with raised_as(DatasetError, f"cannot make {path}"):
             path.mkdir(parents=True, exist_ok=True)
-        for name in (ROWS_FILE, *(f"{table}.{form}" for table in SCHEMAS for form in ("parquet", "jsonl"))):
+        for name in (
+            layout.ROWS_FILE,
+            *(f"{table}.{form}" for table in layout.SCHEMAS for form in ("parquet", "jsonl")),
+        ):
             if (path / name).exists():
-                raise DatasetError(f"{path / name} is there without a {META_FILE}; choose an empty folder")
-        dataset = cls(path, {**meta, "schema_version": SCHEMA_VERSION, "created_at": time.time()})
-        dataset._rows = RowStore(path / ROWS_FILE, write=True)
+                raise DatasetError(f"{path / name} is there without a {layout.META_FILE}; choose an empty folder")
+        dataset = cls(path, {**meta, "schema_version": layout.SCHEMA_VERSION, "created_at": time.time()})
+        dataset._rows = RowStore(path / layout.ROWS_FILE, write=True)
         try:
             dataset._write_meta()
         except DatasetError:
@@ -230,7 +213,7 @@ class Dataset(DatasetView):
     @classmethod
     def open_or_create(cls, path: str | Path, **meta: Any) -> Dataset:
         """Open the dataset if there is one (its meta is kept), else create it."""
-        return cls.open(path) if (Path(path) / META_FILE).exists() else cls.create(path, **meta)
+        return cls.open(path) if (Path(path) / layout.META_FILE).exists() else cls.create(path, **meta)
 
     def __enter__(self) -> Dataset:
         return self
@@ -247,7 +230,7 @@ class Dataset(DatasetView):
     @cached_property
     def tasks(self) -> dict[str, Task]:
         known, rows = self._read("tasks")
-        for task in self._decoded("tasks", rows, lambda row: task_from_json(row, known)):
+        for task in self._decoded("tasks", rows, lambda row: layout.task_from_json(row, known)):
             known[task.hash] = task
         return known
 
@@ -268,7 +251,7 @@ class Dataset(DatasetView):
     @cached_property
     def records(self) -> pd.DataFrame:
         stored, rows = self._read("records")
-        added = records_to_frame(self._decoded("records", rows, record_from_json))
+        added = layout.records_to_frame(self._decoded("records", rows, layout.record_from_json))
         # an empty one does not change the other's types
         frames = [frame for frame in (stored, added) if len(frame)] or [stored]
         frame = pd.concat(frames, ignore_index=True)
@@ -276,7 +259,7 @@ class Dataset(DatasetView):
         return frame.assign(
             task=[program.task_hash if program else "" for program in known],
             origin=[program.origin if program else "" for program in known],
-        )[list(RECORD_COLUMNS)]
+        )[list(layout.RECORD_COLUMNS)]
 
     @property
     def corrupt_lines(self) -> int:
@@ -292,17 +275,17 @@ class Dataset(DatasetView):
     def _read(self, table: str) -> tuple[Any, list[Any]]:
         """What the parquet file of a table contains, and the rows that it does not contain yet."""
         file = self.path / f"{table}.parquet"
-        arrow, note = SCHEMAS[table].empty_table(), dict[str, Any]()
+        arrow, note = layout.SCHEMAS[table].empty_table(), dict[str, Any]()
         if file.exists():
-            arrow, note = read_parquet(file, SCHEMAS[table])
+            arrow, note = layout.read_parquet(file, layout.SCHEMAS[table])
         with raised_as(DatasetError, f"{file} is damaged", TypeError, AttributeError):
-            stored = records_from_arrow(arrow) if table == "records" else from_arrow(table, arrow)
+            stored = layout.records_from_arrow(arrow) if table == "records" else layout.from_arrow(table, arrow)
         # Notes tell what the file holds already, where the process ended before the rows were deleted.
         values, damaged = read_journal(self.path / f"{table}.jsonl", note.get("ingested"))
         self._corrupt[table] = int(note.get("corrupt_lines", 0)) + damaged
         rows = self._rows
-        if rows is None and (self.path / ROWS_FILE).exists():
-            rows = RowStore(self.path / ROWS_FILE)
+        if rows is None and (self.path / layout.ROWS_FILE).exists():
+            rows = RowStore(self.path / layout.ROWS_FILE)
         if rows is not None:
             in_file, last = note.get("rows") or ("", 0)
             values += [value for _, value in rows.rows(table, last if in_file == rows.id else 0)]
@@ -314,7 +297,7 @@ class Dataset(DatasetView):
         """Rows as objects; one of another shape counts as damaged."""
         for row in rows:
             try:
-                item = checked(decode(row))
+                item = layout.checked(decode(row))
             except (TypeError, KeyError, ValueError, AttributeError, LabelError, DatasetError):
                 self._corrupt[table] += 1
             else:
@@ -326,7 +309,7 @@ class Dataset(DatasetView):
         """Add a task; of one that is there already only the new networks are added."""
         rows = self._writable()
         old = self.tasks.get(task.hash)
-        united = task if old is None else unite_networks(old, task)
+        united = task if old is None else layout.unite_networks(old, task)
         if old is None:
             rows.add("tasks", asdict(task), task.hash)
         elif united is not old:
@@ -350,19 +333,19 @@ class Dataset(DatasetView):
             rows.add("programs", asdict(program), program.hash)
             self.programs[program.hash] = program
 
-    def add_record(self, record: Record) -> None:
+    def add_record(self, record: layout.Record) -> None:
         """Append a record; a second one of a program and device is kept beside the first. Errors as of :meth:`Record.validate`;
         DatasetError also for an unknown program and a full disk, where what was added before stays readable."""
         record.validate()
         rows = self._writable()
         _require(f"{self.path}: a record", program=(record.program, self.programs))
-        rows.add("records", record_to_json(record))
+        rows.add("records", layout.record_to_json(record))
         self.__dict__.pop("records", None)  # read again where they are asked for: a run of days has no room for all
 
     def update_meta(self, **meta: Any) -> None:
         """Change entries of ``meta.json``."""
         self._writable()
-        self.meta = {**self.meta, **meta, "schema_version": SCHEMA_VERSION}
+        self.meta = {**self.meta, **meta, "schema_version": layout.SCHEMA_VERSION}
         self._write_meta()
 
     def set_device(self, device: Device) -> None:
@@ -391,8 +374,8 @@ class Dataset(DatasetView):
             if journal.exists():
                 data = journal.read_bytes()
                 note["ingested"] = [len(data), zlib.crc32(data)]
-            write_parquet(self.path / f"{table}.parquet", content, **note)
-        for table in SCHEMAS:
+            layout.write_parquet(self.path / f"{table}.parquet", content, **note)
+        for table in layout.SCHEMAS:
             (self.path / f"{table}.jsonl").unlink(missing_ok=True)
         if self.corrupt_lines:
             _LOG.warning("%s: %d damaged rows were skipped", self.path, self.corrupt_lines)
@@ -409,16 +392,16 @@ class Dataset(DatasetView):
         if os.getpid() != self._owner:
             raise DatasetError(f"{self.path}: a forked process may not write the dataset of its parent")
         if self._rows is None:
-            self._rows = RowStore(self.path / ROWS_FILE, write=True)
+            self._rows = RowStore(self.path / layout.ROWS_FILE, write=True)
             self.meta = _read_meta(self.path)
             self._forget()  # another writer may have added something since it was read
         return self._rows
 
     def _write_meta(self) -> None:
         try:
-            write_json(self.path / META_FILE, self.meta)
+            write_json(self.path / layout.META_FILE, self.meta)
         except (OSError, ValueError) as error:
-            raise DatasetError(f"cannot write {self.path / META_FILE}: {error}") from error
+            raise DatasetError(f"cannot write {self.path / layout.META_FILE}: {error}") from error
 
 
 def read_journal(path: Path, ingested: Sequence[int] | None = None) -> tuple[list[Any], int]:
@@ -449,7 +432,7 @@ def write_dataset(
     tasks: Iterable[Task],
     spaces: Iterable[Space],
     programs: Iterable[Program],
-    records: Iterable[Record],
+    records: Iterable[layout.Record],
     **meta: Any,
 ) -> Dataset:
     """Write a new dataset as parquet files, several times faster than adding records one by one. Each hash is there once.
@@ -466,10 +449,10 @@ def write_dataset(
     for record in measured:
         record.validate()
         _require("a record", program=(record.program, known))
-    tables = _tables(known_tasks, known_spaces, known, records_to_frame(measured))
+    tables = _tables(known_tasks, known_spaces, known, layout.records_to_frame(measured))
     with Dataset.create(path, **meta) as dataset:
         for table, content in tables.items():
-            write_parquet(dataset.path / f"{table}.parquet", content, compression_level=_LEVEL)
+            layout.write_parquet(dataset.path / f"{table}.parquet", content, compression_level=_LEVEL)
         dataset.close(delete_rows=True)
     return Dataset.open(path)
 
@@ -483,9 +466,13 @@ def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         if not path.is_dir():
             raise DatasetError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-        folders = [path] if (path / META_FILE).exists() else sorted(f.parent for f in path.glob(f"*/{META_FILE}"))
+        folders = (
+            [path]
+            if (path / layout.META_FILE).exists()
+            else sorted(f.parent for f in path.glob(f"*/{layout.META_FILE}"))
+        )
         if not folders:
-            raise DatasetError(f"{path} is no dataset (no {META_FILE}) and contains none")
+            raise DatasetError(f"{path} is no dataset (no {layout.META_FILE}) and contains none")
         found.update((folder.resolve(), folder) for folder in folders)
     if not found:
         raise DatasetError("no dataset given")
@@ -497,8 +484,8 @@ def _tables(
     tasks: Mapping[str, Task], spaces: Mapping[str, Space], programs: Mapping[str, Program], records: pd.DataFrame
 ) -> dict[str, pa.Table]:
     objects = {"tasks": tasks, "spaces": spaces, "programs": programs}
-    tables = {name: to_arrow(name, known.values()) for name, known in objects.items()}
-    return {**tables, "records": records_to_arrow(records)}
+    tables = {name: layout.to_arrow(name, known.values()) for name, known in objects.items()}
+    return {**tables, "records": layout.records_to_arrow(records)}
 
 
 def _require(who: str, **parts: tuple[str | None, Collection[str]]) -> None:
@@ -509,14 +496,14 @@ def _require(who: str, **parts: tuple[str | None, Collection[str]]) -> None:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    file = path / META_FILE
+    file = path / layout.META_FILE
     try:
         meta = read_json(file)
     except FileNotFoundError as error:
-        raise DatasetError(f"{path} is no dataset: it has no {META_FILE}") from error
+        raise DatasetError(f"{path} is no dataset: it has no {layout.META_FILE}") from error
     except (OSError, ValueError) as error:
         raise DatasetError(f"{file} is damaged: {error}") from error
     if not isinstance(meta, dict):
         raise DatasetError(f"{file} is damaged: expected a JSON object")
-    check_schema_version(meta, file)
+    layout.check_schema_version(meta, file)
     return meta

@@ -47,7 +47,7 @@ def eager_latency(
     PredictorError: the operators that the model knows are of no CPU."""
     model = load_operator_model(kind="cpu") if model is None else model
     loaded = load_network(network) if isinstance(network, str) else network
-    calls = calls_of(loaded.export())
+    calls = calls_of(loaded.export() if loaded.operators is None else loaded.operators())
     if not calls:
         raise NetworkError(f"network {loaded.name} has no operator: there is nothing to predict")
     table = table_of(calls)

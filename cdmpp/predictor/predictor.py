@@ -15,19 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 from cdmpp.device import Device, device_features, get_device
 from cdmpp.errors import PredictorError, ProgramError, raised_as
 from cdmpp.files import read_text
+from cdmpp.predictor import pair_features
 from cdmpp.predictor.checkpoint import load_fields, save_fields
 from cdmpp.predictor.encoding import COMPILED, Correction, FeatureEncoder, LabelTransform, PairArrays
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, check_one_kind, combine
 from cdmpp.predictor.network import LatencyNetwork, correction_inputs, predict_labels
-from cdmpp.predictor.pair_features import (
-    GENERAL_PAIRS,
-    are_shares,
-    code_rows,
-    estimate_s,
-    pair_rows,
-    references_s,
-    share_ratio,
-)
 from cdmpp.predictor.uncertainty import ALL_DEVICES, Calibration, Familiarity, check_coverage
 from cdmpp.program import import_tvm
 from cdmpp.program.ast import CompactAST, compact_asts
@@ -253,7 +245,7 @@ class Predictor:
         corrected = self.corrected([device.name for device in known], arrays)
         references = None
         if self.transform.relative:
-            references = references_s(self.transform.relative_to, asts, known, device_index)
+            references = pair_features.references_s(self.transform.relative_to, asts, known, device_index)
         logs = np.stack([np.log(self.transform.inverse(own, references)) for own in labels])
         seconds: NDArray[np.float64] = np.exp(np.where(has_code, logs.mean(axis=0), logs[0]) + corrected)
         if evidence.elsewhere is None:
@@ -277,7 +269,7 @@ class Predictor:
             if len(used):
                 chosen = [asts[i] for i in used]
                 there_s[used] = self.predict_asts(chosen, self.as_in_training(source))
-                estimated_s[used] = estimate_s(chosen, source)
+                estimated_s[used] = pair_features.estimate_s(chosen, source)
             sources.append((source, measured_s, there_s[program], estimated_s[program]))
         combined = predicted_s.copy()
         for index, device in enumerate(devices):
@@ -289,12 +281,12 @@ class Predictor:
                     self.scaling,
                     target,
                     predicted_s[here],
-                    estimate_s(chosen, target),
+                    pair_features.estimate_s(chosen, target),
                     [(source, a[here], b[here], c[here]) for source, a, b, c in sources],
                 )
                 for source, measured_s, *_ in sources:
-                    if are_shares(source, target):
-                        scaled = measured_s[here] * share_ratio(chosen, measured_s[here], source, target)
+                    if pair_features.are_shares(source, target):
+                        scaled = measured_s[here] * pair_features.share_ratio(chosen, measured_s[here], source, target)
                         combined[here] = np.where(np.isnan(scaled), combined[here], scaled)
         return combined
 
@@ -338,15 +330,15 @@ class Predictor:
         (n, len(CODEGEN_FEATURES)), rows of NaN where unknown."""
         encoder, program = self.encoder, np.arange(len(asts))
         known = [self.device(device) for device in devices]
-        pair = pair_rows(asts, known, program, device_index) if encoder.pair_dim else None
+        pair = pair_features.pair_rows(asts, known, program, device_index) if encoder.pair_dim else None
         code = None
         if encoder.code_dim and counts is not None:
-            code = code_rows(counts, asts, known, program, device_index)
+            code = pair_features.code_rows(counts, asts, known, program, device_index)
         rows = self.encode_devices(devices)
         arrays = PairArrays.encode(encoder, asts, rows, program, device_index, pair, code)
         if encoder.pair_dim:
             unseen = np.array([self.uses_general_features_only(device) for device in devices])[device_index]
-            arrays.pair[unseen] *= torch.from_numpy(GENERAL_PAIRS)
+            arrays.pair[unseen] *= torch.from_numpy(pair_features.GENERAL_PAIRS)
         return arrays
 
     def uses_general_features_only(self, device: str | Device) -> bool:

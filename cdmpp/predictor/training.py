@@ -22,17 +22,10 @@ from cdmpp.dataset import DatasetView, Split, noise_floor_mape
 from cdmpp.device import DEVICE_FEATURES, Device, device_features
 from cdmpp.errors import PredictorError
 from cdmpp.files import write_text
+from cdmpp.predictor import encoding
 from cdmpp.predictor.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import Config, dump_config
 from cdmpp.predictor.data import TrainingData, gather, split_data
-from cdmpp.predictor.encoding import (
-    FeatureEncoder,
-    GeneralInputs,
-    LabelledArrays,
-    LabelTransform,
-    PairArrays,
-    fit_transform,
-)
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
 from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, LOOP_CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.predictor import Predictor
@@ -137,9 +130,9 @@ class Fitted:
     """A trainer, ready to fit, with everything that was fitted on the training part of a split alone; ``arrays`` are all
     pairs, encoded; ``devices`` and ``specs`` are the training devices' raw features and specifications."""
 
-    encoder: FeatureEncoder
-    transform: LabelTransform
-    arrays: LabelledArrays
+    encoder: encoding.FeatureEncoder
+    transform: encoding.LabelTransform
+    arrays: encoding.LabelledArrays
     trainer: Trainer
     devices: dict[str, NDArray[np.float64]]
     specs: Mapping[str, Device]
@@ -156,7 +149,7 @@ def prepare(
     config: Config,
     data: TrainingData,
     split: Split,
-    make_network: Callable[[LabelledArrays, FeatureEncoder], nn.Module] | None = None,
+    make_network: Callable[[encoding.LabelledArrays, encoding.FeatureEncoder], nn.Module] | None = None,
     max_seconds: float | None = None,
     processes: Processes | None = None,
 ) -> Fitted:
@@ -184,16 +177,18 @@ def prepare(
             "the training programs have no instruction counts, so the network cannot learn from any: cdmpp codegen DIR "
             "makes them"
         )
-    encoder = FeatureEncoder.fit(FEATURE_SET, parts, config.encoder.clip)
+    encoder = encoding.FeatureEncoder.fit(FEATURE_SET, parts, config.encoder.clip)
     arrays = encode(data, encoder, config.label.relative_to)
     if config.model.general_part:  # devices in order of their names, as if the network had never seen them
         on_gpu = np.array([device.kind == "gpu" for device in data.numbered_pairs()[1]])[:, None]
         seen = arrays.device_rows.numpy()
         rows = torch.from_numpy(np.where(on_gpu, encoder.general_devices(seen), seen))
         keep = torch.from_numpy(np.where(on_gpu, GENERAL_PAIRS[: encoder.pair_dim], np.float32(1)))
-        arrays = replace(arrays, general=GeneralInputs(rows, keep))
+        arrays = replace(arrays, general=encoding.GeneralInputs(rows, keep))
     fitting = arrays.take(split.train)
-    transform = fit_transform(config.label.transform, fitting.latency_s, fitting.reference_s, config.label.relative_to)
+    transform = encoding.fit_transform(
+        config.label.transform, fitting.latency_s, fitting.reference_s, config.label.relative_to
+    )
     trainer = Trainer(
         config,
         transform,
@@ -207,15 +202,15 @@ def prepare(
     return Fitted(encoder, transform, arrays, trainer, devices, specs)
 
 
-def encode(data: TrainingData, encoder: FeatureEncoder, relative_to: str = "") -> LabelledArrays:
+def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative_to: str = "") -> encoding.LabelledArrays:
     """All pairs of the data as arrays, encoded with a fitted encoder; ``relative_to`` names the reference latencies that
     come with them, "" or "none" for none."""
     asts, devices, program, device = data.numbered_pairs()
     pairs = data.pair_features if encoder.pair_dim else None
     known = encoder.encode_devices(np.stack([device_features(each) for each in devices]))
     code = data.code_features if encoder.code_dim else None
-    arrays = PairArrays.encode(encoder, asts, known, program, device, pairs, code)
-    return LabelledArrays(
+    arrays = encoding.PairArrays.encode(encoder, asts, known, program, device, pairs, code)
+    return encoding.LabelledArrays(
         **vars(arrays),
         latency_s=data.latency_s,
         reference_s=data.reference_s(relative_to) if relative_to not in ("", "none") else None,

@@ -35,19 +35,7 @@ from numpy.typing import NDArray
 
 from cdmpp.device import Device, get_device
 from cdmpp.errors import ProfilerError, ProgramError
-from cdmpp.profiler import machine
-from cdmpp.profiler.engine import (
-    BuildConfig,
-    BuildJob,
-    Built,
-    Executor,
-    Measured,
-    Measurer,
-    Running,
-    SamplingPlan,
-    label,
-    last_line,
-)
+from cdmpp.profiler import engine, machine
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.program import import_tvm, structural_hash
 from cdmpp.program.space import Rebuilder
@@ -83,7 +71,7 @@ _FULL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class SharedObject(Built):
+class SharedObject(engine.Built):
     """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``. Where it was built on another
     machine, ``code`` refers to the file's content. ``counts`` are of its instructions, where they are asked for."""
 
@@ -132,7 +120,9 @@ class Arguments:
 class LoadedProgram:
     """A program ready to run, with its samples so far."""
 
-    def __init__(self, built: SharedObject, arguments: Arguments, plan: SamplingPlan, sentinel: Sentinel) -> None:
+    def __init__(
+        self, built: SharedObject, arguments: Arguments, plan: engine.SamplingPlan, sentinel: Sentinel
+    ) -> None:
         self.hash, self.plan, self.sentinel = built.program, plan, sentinel
         self.best_s = built.best_s
         self.args = arguments.get(built.args)
@@ -211,32 +201,32 @@ class LoadedProgram:
 
 def measure_batch(
     batch: list[SharedObject], config: CpuConfig, load: Callable[[SharedObject], LoadedProgram]
-) -> Iterator[Running | Measured]:
+) -> Iterator[engine.Running | engine.Measured]:
     """Measure `batch` interleaved; yields what the parent should know, results as soon as they are final."""
     loaded: list[LoadedProgram] = []
     for built in batch:
-        yield Running((built.program,), config.first_run_s)
+        yield engine.Running((built.program,), config.first_run_s)
         began = time.perf_counter()
         try:
             program = load(built)
             program.start()
             program.prepared_s = time.perf_counter() - began
         except Exception as err:  # whatever a foreign shared object or the runtime raises
-            yield Measured(built.program, "run_error", error=f"{type(err).__name__}: {err}"[:500])
+            yield engine.Measured(built.program, "run_error", error=f"{type(err).__name__}: {err}"[:500])
             continue
         if program.first_s > config.run_timeout_s:
             error = f"one run took {program.first_s:.3g} s, over {config.run_timeout_s:g} s"
-            yield Measured(program.hash, "run_timeout", error=error, run_s=program.first_s)
+            yield engine.Measured(program.hash, "run_timeout", error=error, run_s=program.first_s)
             continue
         loaded.append(program)
-    yield Running((), config.sampling_s(len(batch)))
+    yield engine.Running((), config.sampling_s(len(batch)))
     while loaded:
         for program in loaded:
             program.sample()
         for program in [p for p in loaded if not p.wants_more]:
             loaded.remove(program)
             samples_s, disturbed = program.result()
-            yield Measured(
+            yield engine.Measured(
                 program.hash,
                 "ok",
                 samples_s,
@@ -301,7 +291,7 @@ def measure_worker(
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuConfig(BuildConfig):
+class CpuConfig(engine.BuildConfig):
     """How programs are built and measured on a CPU; none of it may change a label beyond its noise."""
 
     #: Programs of a task that are sampled in turn.
@@ -310,7 +300,7 @@ class CpuConfig(BuildConfig):
     run_timeout_s: float = 2.0
     #: Allowed for loading a program and filling its arguments before its first run.
     loading_s: float = 10.0
-    plan: SamplingPlan = field(default_factory=SamplingPlan)
+    plan: engine.SamplingPlan = field(default_factory=engine.SamplingPlan)
     #: A batch during which the hypervisor took more than this share of the cores, or the sentinel program's time changed
     #: by more than this fraction, is measured once more.
     max_steal_pct: float = 2.0
@@ -362,7 +352,7 @@ def threads_of(device: Device) -> int:
     return threads
 
 
-def sentinel_job() -> BuildJob:
+def sentinel_job() -> engine.BuildJob:
     """The program that shows how the machine drifts, the same arithmetic everywhere: a 96x96x96 float32 matrix product,
     unscheduled, some 100 us on one core, in the caches, no threads."""
     tvm = import_tvm()
@@ -376,14 +366,14 @@ def sentinel_job() -> BuildJob:
     func = te.create_prim_func([a, b, c])
     digest = structural_hash(func)
     task = Task(digest, "sentinel_matmul", tvm.ir.save_json(func), {}, 2.0 * n**3, 3.0 * n * n * 4)
-    return BuildJob(Program(digest, digest, None, "", "unscheduled"), task, None)
+    return engine.BuildJob(Program(digest, digest, None, "", "unscheduled"), task, None)
 
 
 class ObjectBuilder:
-    """Turns jobs into shared objects in a folder (None: one of its own), and counts instructions for a CPU, if one is given."""
+    """Turns jobs into shared objects in a folder (None: one of its own), and counts instructions for a CPU that is given."""
 
     def __init__(
-        self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig, counted: Device | None = None
+        self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig, cpu: Device | None = None
     ) -> None:
         from cdmpp.program.codegen.compile import ObjectCache
 
@@ -391,11 +381,11 @@ class ObjectBuilder:
         with (folder / f"stderr-{os.getpid()}").open("ab") as complaints:  # of C++ code, too
             os.dup2(complaints.fileno(), 2)
         import_tvm()
-        self._target, self._folder, self._counted = dict(target), folder, counted
+        self._target, self._folder, self._cpu = dict(target), folder, cpu
         self._cache = ObjectCache(config.object_cache, target)
         self._rebuild = Rebuilder()
 
-    def __call__(self, job: BuildJob) -> SharedObject:
+    def __call__(self, job: engine.BuildJob) -> SharedObject:
         from cdmpp.profiler.arguments import argument_specs
         from cdmpp.program.codegen.compile import compile_to_shared_object
         from cdmpp.program.codegen.core import core_name, core_of
@@ -412,14 +402,14 @@ class ObjectBuilder:
             else:
                 compile_to_shared_object(func, self._target, path)
                 self._cache.keep(program, path)
-            counts = None if self._counted is None else codegen_features(path, core_of(core_name(self._counted)))
+            counts = None if self._cpu is None else codegen_features(path, core_of(core_name(self._cpu)))
             return SharedObject(program, str(path), args, job.best_s, counts=counts)
         except ProgramError as err:
             return SharedObject(program, status="invalid_config", error=str(err))
         except subprocess.CalledProcessError as err:
             error = f"ld: {err.stderr[-400:]}"
         except Exception as err:  # TVM reports through its own error types
-            error = f"{type(err).__name__}: {last_line(err)}"[:500]
+            error = f"{type(err).__name__}: {engine.last_line(err)}"[:500]
         if "No space left" in error or shutil.disk_usage(self._folder).free < _FULL_BYTES:
             raise ProfilerError(
                 f"no space left in {self._folder} for shared objects; what was measured is kept, "
@@ -432,23 +422,23 @@ class ObjectBuilder:
 class _Item:
     """A built program on its way through measuring."""
 
-    job: BuildJob
+    job: engine.BuildJob
     built: SharedObject
     deaths: int = 0
     attempts: int = 0
     #: Of the attempt that goes on; the best of those before.
-    measured: Measured | None = None
-    best: Measured | None = None
+    measured: engine.Measured | None = None
+    best: engine.Measured | None = None
 
     def settle(self) -> None:
         """Let the best attempt so far be the result: undisturbed before disturbed, then fast before slow."""
         tries = [m for m in (self.best, self.measured) if m is not None and m.status == "ok"]
         if tries:
-            self.best = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, label(m.samples_s)))
+            self.best = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, engine.label(m.samples_s)))
             self.measured = self.best
 
 
-class CpuMeasurer(Measurer):
+class CpuMeasurer(engine.Measurer):
     """Deals batches of programs to measuring processes that own their cores; decides what is measured again. Programs are
     compiled for the TVM target dictionary `target`; `sentinel` (:func:`sentinel_job`) is timed around every batch to see drift.
     Without `overlap` everything is built first. ProfilerError on opening where there are no cores, or the sentinel program does
@@ -460,8 +450,8 @@ class CpuMeasurer(Measurer):
         self,
         config: CpuConfig,
         target: Mapping[str, Any],
-        executor: Executor,
-        sentinel: BuildJob | None = None,
+        executor: engine.Executor,
+        sentinel: engine.BuildJob | None = None,
         *,
         overlap: bool = True,
     ) -> None:
@@ -475,7 +465,7 @@ class CpuMeasurer(Measurer):
         #: In order, by node.
         self._sentinel_times_s: dict[str, list[float]] = defaultdict(list)
 
-    def open(self, build_now: Callable[[BuildJob], Any]) -> None:
+    def open(self, build_now: Callable[[engine.BuildJob], Any]) -> None:
         config = self.config
         self._folder = config.work_folder() if self.executor.local else None
         # Measuring processes preempt builders by themselves where they run under the real-time scheduler.
@@ -497,10 +487,10 @@ class CpuMeasurer(Measurer):
     def waiting(self) -> bool:
         return bool(self._built or self._batches or self._later)
 
-    def add(self, job: BuildJob, built: SharedObject) -> None:
+    def add(self, job: engine.BuildJob, built: SharedObject) -> None:
         self._built.setdefault(job.task.hash, []).append(_Item(job, built))
 
-    def feed(self, coming: Sequence[BuildJob]) -> None:
+    def feed(self, coming: Sequence[engine.BuildJob]) -> None:
         self._form_batches(coming)
         if coming and not self._overlap:
             return
@@ -512,11 +502,11 @@ class CpuMeasurer(Measurer):
         for worker in self.workers:
             if worker.load is None and self._batches:
                 batch = self._batches.popleft()
-                load = (batch, Running())
+                load = (batch, engine.Running())
                 if not worker.submit([item.built for item in batch], load, self.config.first_run_s):
                     self._batches.appendleft(batch)
 
-    def _form_batches(self, coming: Sequence[BuildJob]) -> None:
+    def _form_batches(self, coming: Sequence[engine.BuildJob]) -> None:
         """Programs of one task; fewer than a batch only where no more of the task can join them."""
         size, tasks = self.config.batch_size, {job.task.hash for job in coming}
         for task, items in list(self._built.items()):
@@ -540,13 +530,13 @@ class CpuMeasurer(Measurer):
         except WorkerDied as err:
             self._runner_died(worker, str(err))
             return
-        if isinstance(message, Running):
+        if isinstance(message, engine.Running):
             worker.load = (batch, message)
             worker.extend(message.timeout_s)
         elif isinstance(message, BatchDone):
             self._batch_done(batch, message, worker.node)
             worker.finished()
-        elif isinstance(message, Measured) and message.program in (known := {i.built.program: i for i in batch}):
+        elif isinstance(message, engine.Measured) and message.program in (known := {i.built.program: i for i in batch}):
             known[message.program].measured = message
         else:
             self._runner_died(worker, "it sent what is no result")

@@ -22,11 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import NetworkError, ProgramError, UnsupportedOpError
 from cdmpp.program import import_tvm, normalise, quiet, structural_hash
+from cdmpp.program.onnx_operators import onnx_program
 from cdmpp.program.types import Task
 from cdmpp.program.zoo import TASK_COUNTS, TensorSpec, ZooEntry, zoo_entry, zoo_networks
 
@@ -62,6 +64,8 @@ class Network:
     exporter: Callable[[Network], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
     #: Gives its Relax module, where that is not made of what it exports.
     importer: Callable[[], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
+    #: Gives the ATen operators that it means in place of an exported program, for their sizes alone.
+    operators: Callable[[], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def to_relax(self) -> Any:
         """Import: a ``tvm.IRModule`` with a Relax function ``main`` and the weights as constants. NetworkError: it cannot be
@@ -125,9 +129,8 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
     if suffix == ".onnx":
         model = _load_onnx(path)
         inputs = _fixed(name, _onnx_inputs(model), shapes or {}, batch)
-        return Network(
-            name, "user", inputs, source, model.graph.name, importer=lambda: _import_onnx(name, model, inputs)
-        )
+        imported, meant = (partial(make, name, model, inputs) for make in (_import_onnx, onnx_program))
+        return Network(name, "user", inputs, source, model.graph.name, importer=imported, operators=meant)
     exported = _load_pt2(path)
     inputs = _fixed(name, _exported_inputs(exported), shapes or {}, batch)
 

@@ -33,15 +33,8 @@ from cdmpp.device import Device
 from cdmpp.errors import ProgramError
 from cdmpp.profiler.engine import BuildJob
 from cdmpp.program import import_tvm, quiet, structural_hash
+from cdmpp.program import space as design
 from cdmpp.program.ast import CompactAST, compact_asts
-from cdmpp.program.space import (
-    CUDA_SPACE_TARGET,
-    TaskSpaces,
-    instructions_and_decisions,
-    program_of_schedule,
-    schedule_of,
-    unscheduled,
-)
 from cdmpp.program.types import Program, Space, Task
 
 T = TypeVar("T")
@@ -84,11 +77,11 @@ class TaskTuner:
 
         self.task, self._on_cpu = task, device.kind == "cpu"
         # GPU programs are drawn within the limits that cdmpp.program.space.Rebuilder replays them with.
-        limits = {} if self._on_cpu else {**CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
+        limits = {} if self._on_cpu else {**design.CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
         strategy = ms.search_strategy.EvolutionarySearch(
             population_size=population, genetic_num_iters=generations, init_min_unmeasured=1
         )
-        self._spaces = TaskSpaces(
+        self._spaces = design.TaskSpaces(
             task,
             "llvm" if self._on_cpu else "cuda",
             int(device.share),
@@ -110,7 +103,7 @@ class TaskTuner:
     def untuned(self) -> BuildJob | None:
         """What runs where nothing was tuned, see the module's text; None where there is nothing."""
         if self._on_cpu:
-            return BuildJob(unscheduled(self.task), self.task, None)
+            return BuildJob(design.unscheduled(self.task), self.task, None)
         return candidate.job if (candidate := self.untuned_candidate()) else None
 
     def untuned_candidate(self) -> Candidate | None:
@@ -157,7 +150,7 @@ class TaskTuner:
             except Exception as err:  # a decision that a primitive refuses
                 logger.debug("task %s: a sampled trace does not apply: %s", self.task.hash, err)
                 continue
-            yield space.insts_json, instructions_and_decisions(schedule)[1]
+            yield space.insts_json, design.instructions_and_decisions(schedule)[1]
 
     def measure_of(self, insts: Any, decisions: Any) -> Any | None:
         """MetaSchedule's candidate of a space's instructions and decisions (JSON values); None where TVM rejects them."""
@@ -172,7 +165,7 @@ class TaskTuner:
 
     def _replayed(self, insts: Any, decisions: Any) -> Any | None:
         """A postprocessed schedule; None where a postprocessor rejects it, TVM's own errors where it does not replay."""
-        schedule = schedule_of(self.mod, insts, decisions)
+        schedule = design.schedule_of(self.mod, insts, decisions)
         schedule.enter_postproc()
         return schedule if all(postproc.apply(schedule) for postproc in self._postprocs) else None
 
@@ -188,7 +181,7 @@ class TaskTuner:
         from tvm.s_tir import meta_schedule as ms
 
         rule, cores = self._spaces.rule, self._spaces.num_cores
-        program, space = program_of_schedule(schedule, self.task, rule, cores, origin)
+        program, space = design.program_of_schedule(schedule, self.task, rule, cores, origin)
         return Candidate(ms.MeasureCandidate(schedule, self._arguments), BuildJob(program, self.task, space))
 
 

@@ -15,30 +15,11 @@ from cdmpp.profiler.engine import Executor
 from cdmpp.program import import_tvm
 from cdmpp.program.network import Network
 from cdmpp.program.types import Task
+from cdmpp.tuner import measure, session
 from cdmpp.tuner.config import AUTO, TuneConfig
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
-from cdmpp.tuner.measure import (
-    CALIBRATION_PROGRAMS,
-    EnergyMeter,
-    Measurer,
-    calibrated_degree,
-    compiled_for_each,
-    core_groups_of,
-    device_of_this_machine,
-    energy_meter,
-    make_engine,
-)
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.results import TaskResult, TuneReport, TuningStore, check_folder, keep, write_report
-from cdmpp.tuner.session import (
-    Searches,
-    TuningSession,
-    make_models,
-    make_tuners,
-    measure_close_again,
-    measure_untuned,
-    summed,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +62,7 @@ def tune(
         target = import_tvm().target.Target(dict(target_device.target))
         tuned, _ = apply_database(fused.module, database, target)
         modules = {"untuned": fused.module, "tuned": tuned}
-        cores = core_groups_of(target_device, 1)[0]
+        cores = measure.core_groups_of(target_device, 1)[0]
         latency = measure_network(fused, loaded, target_device, modules, cores, realtime=config.realtime)
         report = replace(report, network=latency)
     write_report(report, Path(out))
@@ -99,7 +80,7 @@ def tune_tasks(
     warm_start: Sequence[str | Path] = (),
     progress: Callable[[Progress], None] = lambda state: None,
     notify: Callable[[str], None] = logger.info,
-    measurer: Measurer | None = None,
+    measurer: measure.Measurer | None = None,
 ) -> TuneReport:
     """:func:`tune` for tasks, with their weights, without a network; a `measurer` is running already, None starts one here."""
     tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
@@ -131,7 +112,7 @@ class _Tuning:
             self.device = get_device(device)
             self._executor = rpc.connect(config.rpc, config.key, self.device, config.shards or config.workers)
         else:
-            self.device = device_of_this_machine(device, config.workers, config.gpu)
+            self.device = measure.device_of_this_machine(device, config.workers, config.gpu)
         self.here = self._executor is None  # the device
         self._cores: tuple[tuple[int, ...], ...] | None = None
         if config.shards is not None:
@@ -145,22 +126,22 @@ class _Tuning:
         for path in earlier:
             if path != AUTO and not Path(path).is_dir():
                 raise TunerError(f"{path} is no folder of earlier records")
-        self._of_each = compiled_for_each(config, self.device)
-        self._models = make_models(config, self.device)
+        self._of_each = measure.compiled_for_each(config, self.device)
+        self._models = session.make_models(config, self.device)
         self._out, self._resume = out, resume
         self._earlier, self._report, self.say = earlier, report, say
 
-    def _meter(self) -> EnergyMeter | None:
+    def _meter(self) -> measure.EnergyMeter | None:
         """A new one of the device, where it is here and counts."""
-        return None if self._config.gpu or not self.here else energy_meter(self.device)
+        return None if self._config.gpu or not self.here else measure.energy_meter(self.device)
 
     def run(
-        self, name: str, tasks: Sequence[tuple[Task, float]], measurer: Measurer | None = None
+        self, name: str, tasks: Sequence[tuple[Task, float]], measurer: measure.Measurer | None = None
     ) -> tuple[TuneReport, Any]:
         """Tune; gives the MetaSchedule database besides."""
         config, device, cores, models = self._config, self.device, self._cores, self._models
         settings = {"network": name, "cost_model": config.cost_model, "seed": config.seed}
-        tuners, tasks = make_tuners(tasks, device, config, self.say)
+        tuners, tasks = session.make_tuners(tasks, device, config, self.say)
         store = TuningStore(self._out, settings, device, self._resume)
         with contextlib.ExitStack() as open_:
             open_.callback(store.close)
@@ -171,13 +152,15 @@ class _Tuning:
                 if self._executor is not None and cores is None:
                     degree = self._executor.degree
                 if isinstance(degree, str):
-                    of_each = -(-CALIBRATION_PROGRAMS // len(tuners))
+                    of_each = -(-measure.CALIBRATION_PROGRAMS // len(tuners))
                     jobs = [
-                        c.job for tuner in tuners[:CALIBRATION_PROGRAMS] for c in tuner.sample(of_each, config.seed)
+                        c.job
+                        for tuner in tuners[: measure.CALIBRATION_PROGRAMS]
+                        for c in tuner.sample(of_each, config.seed)
                     ]
-                    degree = calibrated_degree(config, device, jobs, self.say)
+                    degree = measure.calibrated_degree(config, device, jobs, self.say)
                 if self._of_each == 1:
-                    measurer = Measurer(make_engine(config, device, degree, self._executor))
+                    measurer = measure.Measurer(measure.make_engine(config, device, degree, self._executor))
                 else:
                     from cdmpp.tuner.compiled import ChoosingMeasurer
 
@@ -186,12 +169,12 @@ class _Tuning:
                 open_.enter_context(measurer)
             progress.start(self._config.batch)
             if cores is None:
-                searches = Searches(tuners, models, config, store.database, store.commit)
+                searches = session.Searches(tuners, models, config, store.database, store.commit)
                 searches.begin(store.dataset, progress.known, self._earlier, device, self.say)
-                measure_untuned(tuners, measurer, progress)
-                stopped = TuningSession(dict(enumerate(tuners)), searches, measurer, progress, config).run()
+                session.measure_untuned(tuners, measurer, progress)
+                stopped = session.TuningSession(dict(enumerate(tuners)), searches, measurer, progress, config).run()
                 learned = searches.describe()
-                measure_close_again(store, device, tuners, measurer, progress, self.say)
+                session.measure_close_again(store, device, tuners, measurer, progress, self.say)
             else:
                 from cdmpp.tuner.workers import tune_with_workers
 
@@ -234,6 +217,6 @@ def _together(learned: Sequence[dict[str, Any]]) -> dict[str, Any]:
     workers = [found for found in learned if found]
     if not workers:
         return {}
-    together = summed([{key: found[key] for key in ("records", "tasks")} for found in workers])
+    together = session.summed([{key: found[key] for key in ("records", "tasks")} for found in workers])
     searches = [found["search"] for found in workers if "search" in found]
-    return {**together, **({"search": summed(searches)} if searches else {}), "workers": workers}
+    return {**together, **({"search": session.summed(searches)} if searches else {}), "workers": workers}

@@ -24,17 +24,9 @@ from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.program import structural_hash
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Space
+from cdmpp.tuner import results as stored
 from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
 from cdmpp.tuner.config import AUTO
-from cdmpp.tuner.results import (
-    DATASET_FOLDER,
-    RECORD_FILE,
-    json_database,
-    kept_folder,
-    read_kept,
-    replayed,
-    tvm_version,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +65,10 @@ def warm_start(
         path = Path(name)
         if name == AUTO:
             found = kept_programs(tuners, device, say)
-        elif (path / RECORD_FILE).exists() and not (path / DATASET_FOLDER).is_dir():
+        elif (path / stored.RECORD_FILE).exists() and not (path / stored.DATASET_FOLDER).is_dir():
             found = _of_database(path, tuners, device)
         else:
-            view = load_datasets([path / DATASET_FOLDER if (path / DATASET_FOLDER).is_dir() else path])
+            view = load_datasets([path / stored.DATASET_FOLDER if (path / stored.DATASET_FOLDER).is_dir() else path])
             found = _of_dataset(view, tuners, device)
             learned += _learn_other_tasks(view, tuners, device, cost_model)
         for entry in found:
@@ -101,7 +93,7 @@ def _of_dataset(view: DatasetView, tuners: Mapping[str, TaskTuner], device: Devi
     # records of this device count, where there are others of the same program too
     frame = frame.assign(here=frame["device"] == device.name).sort_values("here", kind="stable")
     rows = {str(row.program): row for row in frame.itertuples()}
-    for candidate in replayed(view, list(rows), tuners):
+    for candidate in stored.replayed(view, list(rows), tuners):
         row = rows[candidate.hash]
         yield _Earlier(candidate, float(row.latency_s) if row.status == "ok" else None, bool(row.here))
 
@@ -134,7 +126,7 @@ def _learn_other_tasks(view: DatasetView, tuners: Mapping[str, TaskTuner], devic
 
 def _of_database(path: Path, tuners: Mapping[str, TaskTuner], device: Device) -> Iterator[_Earlier]:
     lost = 0
-    for record in json_database(path).get_all_tuning_records():
+    for record in stored.json_database(path).get_all_tuning_records():
         tuner = tuners.get(structural_hash(record.workload.mod["main"]))
         if tuner is None:
             continue
@@ -149,7 +141,7 @@ def _of_database(path: Path, tuners: Mapping[str, TaskTuner], device: Device) ->
         latency_s = float(np.median(seconds)) if seconds and max(seconds) < 1e9 else None
         yield _Earlier(candidate, latency_s, _same_target(record.target, device.target))
     if lost:
-        logger.warning("%s: %d records do not replay with TVM %s", path, lost, tvm_version())
+        logger.warning("%s: %d records do not replay with TVM %s", path, lost, stored.tvm_version())
 
 
 def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
@@ -165,8 +157,8 @@ def kept_programs(tuners: Mapping[str, TaskTuner], device: Device, say: Callable
     others, lost = 0, 0
     for task, tuner in tuners.items():
         found: dict[str, dict[str, Any]] = {}
-        for path in sorted((kept_folder() / task).glob("*.json")):
-            content = read_kept(path)
+        for path in sorted((stored.kept_folder() / task).glob("*.json")):
+            content = stored.read_kept(path)
             if content is None:
                 others += 1
             elif content["device"]["kind"] == device.kind:

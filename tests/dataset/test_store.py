@@ -156,7 +156,7 @@ def test_a_full_disk_while_finalizing_leaves_everything_as_it_was(tmp_path: Path
 
     with small_dataset(tmp_path / "d") as dataset:
         with monkeypatch.context() as patch, pytest.raises(DatasetError, match="No space"):
-            patch.setattr(store_module, "write_parquet", fails_at_last)
+            patch.setattr(store_module.layout, "write_parquet", fails_at_last)
             dataset.finalize()
         assert n_records(tmp_path / "d") == 6
         dataset.finalize()

@@ -125,6 +125,12 @@ def test_booleans_add_up_as_numbers() -> None:
     assert "int64" in str(Network.from_torch(Sum(), [torch.zeros(1, 4)], "sum").to_relax()["main"].ret_ty)
 
 
+def test_an_onnx_file_whose_shapes_depend_on_data_cannot_be_priced(tmp_path) -> None:
+    meant = load_network(save_onnx(tmp_path / "m.onnx", op="NonZero")).operators
+    with pytest.raises(NetworkError, match=r"m\.onnx: ONNX cannot tell the shape of z, a result of NonZero"):
+        meant()
+
+
 def test_onnx(tmp_path: Path) -> None:
     network = load_network(save_onnx(tmp_path / "tiny.onnx", (3, 16)))
     assert network.name == "tiny.onnx" and network.inputs[0].shape == (3, 16)

@@ -56,7 +56,7 @@ def test_a_processor_that_does_not_tell(tmp_path: Path) -> None:
 
 
 def test_an_energy_budget_that_nobody_can_count_is_refused_at_once(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("cdmpp.tuner.tuning.energy_meter", lambda device: None)
+    monkeypatch.setattr("cdmpp.tuner.measure.energy_meter", lambda device: None)
     with pytest.raises(TunerError, match="nothing here counts the energy of"):
         tuned(FakeEngine(), tmp_path / "t", 4, options={"energy_budget_j": 5.0})
     assert not (tmp_path / "t").exists(), "so that the same folder serves without it"
@@ -102,7 +102,7 @@ def steps(until: int = 1_000) -> Any:
 
 
 def counted(out: Path, trials: int, meter: Any, monkeypatch: pytest.MonkeyPatch, **more: Any) -> TuneReport:
-    monkeypatch.setattr("cdmpp.tuner.tuning.energy_meter", lambda device: meter)
+    monkeypatch.setattr("cdmpp.tuner.measure.energy_meter", lambda device: meter)
     return tuned(FakeEngine(), out, trials, options={"cost_model": "random"}, **more)
 
 

@@ -168,9 +168,8 @@ def test_several_shares_are_tuned_on_the_command_line(tmp_path, command, monkeyp
         with Measurer(FakeEngine()) as measurer:
             return tune_tasks(network, tasks, device=device, out=out, config=config, measurer=measurer)
 
-    for module in ("measure", "tuning"):
-        monkeypatch.setattr(f"cdmpp.tuner.{module}.device_of_this_machine", device_of)
-    monkeypatch.setattr("cdmpp.tuner.tuning.tune", tune_toy)
+    monkeypatch.setattr("cdmpp.tuner.measure.device_of_this_machine", device_of)
+    monkeypatch.setattr("cdmpp.tuner.tune", tune_toy)
     out, small = tmp_path / "t", ("--batch", 6, "--population", 24, "--generations", 1, "--cost-model", "random")
     args = ("tune", "toy", "--device", "this-cpu", "--share", "1,2", "--trials", 6, "--out", out, *small)
     assert set(command.json(*args)["tunings"]) == {"this-cpu@1", "this-cpu@2"}

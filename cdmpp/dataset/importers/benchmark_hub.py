@@ -17,16 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from cdmpp.dataset.importers.common import (
-    Import,
-    ImportReport,
-    Paths,
-    Progress,
-    evenly,
-    literal,
-    refuse_implausible,
-    require_columns,
-)
+from cdmpp.dataset.importers import common
 from cdmpp.dataset.record import Record
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError, ProgramError
@@ -55,24 +46,24 @@ class _Kernel(NamedTuple):
 
 
 def import_benchmark_hub(
-    paths: Paths,
+    paths: common.Paths,
     out: str | Path,
     *,
     table: DeviceTable | None = None,
     limit: int | None = None,
-    progress: Progress | None = None,
-) -> ImportReport:
+    progress: common.Progress | None = None,
+) -> common.ImportReport:
     """Import parquet or CSV files with :data:`COLUMNS` and one ``p_...`` column for each parameter into a new dataset.
 
     ``limit`` takes so many rows of each file, spread evenly; ``table`` are the devices that are known, None for
     :func:`cdmpp.device.load_table`. DatasetError: a file cannot be read, lacks a column, or has a latency that physics rules
     out (the row is named), or the folder is a dataset already. UnknownDeviceError: a device is not in the table.
     """
-    found = Import(paths, out, table, progress)
+    found = common.Import(paths, out, table, progress)
     groups: list[_Group] = []
     for path, frame in found.frames:
-        require_columns(frame, COLUMNS, path)
-        groups.extend(_groups(path, evenly(frame, limit), found))
+        common.require_columns(frame, COLUMNS, path)
+        groups.extend(_groups(path, common.evenly(frame, limit), found))
     for group in groups:
         group.check()
     # None where parameters make no program
@@ -108,10 +99,10 @@ class _Group:
             seconds = self.rows["latency_ms"].to_numpy(dtype=np.float64)[ok] / 1e3
             flops, n_bytes = (np.full(len(ok), work) for work in _work(self.kernel.task, self.problem))
             fastest = seconds == np.nanmin(seconds) if np.isfinite(seconds).any() else False
-            refuse_implausible(seconds, flops, n_bytes, self.device, lambda i: self.name(int(ok[i])), fastest)
+            common.refuse_implausible(seconds, flops, n_bytes, self.device, lambda i: self.name(int(ok[i])), fastest)
 
 
-def _groups(path: Path, frame: pd.DataFrame, found: Import) -> Iterator[_Group]:
+def _groups(path: Path, frame: pd.DataFrame, found: common.Import) -> Iterator[_Group]:
     devices = found.resolve(frame["gpu"], path)
     for (name, gpu, size), rows in frame.groupby(["kernel", "gpu", "problem_size"], sort=False):
         how = _HOW["kernels"].get(str(name).removesuffix("_milo"))
@@ -127,7 +118,7 @@ def _groups(path: Path, frame: pd.DataFrame, found: Import) -> Iterator[_Group]:
         parameters = generators.kernel_parameters(kernel.generator)
         columns = [f"p_{parameter}" for parameter in (*parameters, *kernel.in_columns)]
         values = rows.assign(**{f"p_{key}": rows.get(f"p_{key}") for key in kernel.defaults})
-        require_columns(values, columns, path)
+        common.require_columns(values, columns, path)
         values = values[columns].rename(columns=lambda column: column.removeprefix("p_")).fillna(kernel.defaults)
         for column in values:
             if values[column].isna().any():
@@ -146,7 +137,7 @@ def _groups(path: Path, frame: pd.DataFrame, found: Import) -> Iterator[_Group]:
 
 def _problem(path: Path, kernel: _Kernel, size: str) -> dict[str, int]:
     """Arguments of the task, but for those that are columns."""
-    numbers = literal(size, f"{path}, problem_size")
+    numbers = common.literal(size, f"{path}, problem_size")
     if not isinstance(numbers, list | tuple) or len(numbers) < len(kernel.sizes):
         raise DatasetError(f"{path}: problem_size {size!r} of {kernel.task} should be {', '.join(kernel.sizes)}")
     problem = {**dict(zip(kernel.sizes, map(int, numbers), strict=False)), **kernel.fixed}
@@ -168,7 +159,7 @@ def _work(task: str, problem: Mapping[str, int]) -> tuple[float, float]:
     return float(sums * p["channels"]), float(p["channels"] * (p["samples"] + p["max_shift"]) + 4 * sums)
 
 
-def _add(group: _Group, found: Import, configurations: dict[tuple[str, str], Program | None]) -> None:
+def _add(group: _Group, found: common.Import, configurations: dict[tuple[str, str], Program | None]) -> None:
     """Programs and records of a group."""
     name = group.kernel.task
     func = generators.build(name, group.problem)

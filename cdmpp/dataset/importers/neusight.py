@@ -21,15 +21,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.dataset.importers.common import (
-    Import,
-    ImportReport,
-    Paths,
-    Progress,
-    evenly,
-    refuse_implausible,
-    require_columns,
-)
+from cdmpp.dataset.importers import common
 from cdmpp.dataset.importers.neusight_traces import HOW, add_end_to_end, read_traces
 from cdmpp.dataset.record import Record
 from cdmpp.device import Device, DeviceTable
@@ -54,23 +46,23 @@ _KERNEL_CHARS = 64
 
 
 def import_neusight(
-    paths: Paths,
+    paths: common.Paths,
     out: str | Path,
     *,
     table: DeviceTable | None = None,
     limit: int | None = None,
-    progress: Progress | None = None,
-) -> ImportReport:
+    progress: common.Progress | None = None,
+) -> common.ImportReport:
     """Import parquet or CSV files of operators, traces and end-to-end latencies into a new dataset.
 
     Graphs of networks are written to ``networks/*.json`` in it. ``limit`` takes so many rows of each file of operators. Errors
     as of :func:`cdmpp.dataset.importers.import_benchmark_hub`, and NetworkError where the nodes of a trace wait for each other.
     """
-    found = Import(paths, out, table, progress)
+    found = common.Import(paths, out, table, progress)
     frames: dict[str, list[tuple[Path, pd.DataFrame]]] = {kind: [] for kind in HOW["files"]}
     for path, frame in found.frames:
         frames[_kind(frame, path)].append((path, frame))
-    checked = [_checked(path, evenly(frame, limit), found) for path, frame in frames["operators"]]
+    checked = [_checked(path, common.evenly(frame, limit), found) for path, frame in frames["operators"]]
     graphs: list[NetworkGraph] = []
     for path, frame in frames["traces"]:
         graphs.extend(read_traces(path, frame, found))
@@ -108,7 +100,7 @@ def _kind(frame: pd.DataFrame, path: Path) -> str:
     files: dict[str, dict[str, Any]] = HOW["files"]
     for kind, file in files.items():
         if file["only"] in frame:
-            require_columns(frame, file["columns"], path)
+            common.require_columns(frame, file["columns"], path)
             return kind
     expected = "; ".join(f"{kind} have {', '.join(file['columns'])}" for kind, file in files.items())
     raise DatasetError(f"{path} is none of NeuSight's tables: {expected}")
@@ -129,7 +121,7 @@ class _Operators:
         return f"{self.path}, row {self.frame.index[place]} ({op} {shape})"
 
 
-def _checked(path: Path, frame: pd.DataFrame, found: Import) -> _Operators:
+def _checked(path: Path, frame: pd.DataFrame, found: common.Import) -> _Operators:
     """The arguments of the rows by operator, all latencies found plausible."""
     devices = found.resolve(frame["device"], path)
     found.devices.update(device.name for device in devices.values())
@@ -154,7 +146,7 @@ def _checked(path: Path, frame: pd.DataFrame, found: Import) -> _Operators:
         for name, device in devices.items():
             here = np.flatnonzero(owners[arguments.index] == name)
             places = arguments.index[here]
-            refuse_implausible(
+            common.refuse_implausible(
                 seconds[places], flops[here], n_bytes[here], device,
                 lambda i, op=op, places=places: operators.name(op, places[i]),  # type: ignore[misc]
             )  # fmt: skip
@@ -163,7 +155,7 @@ def _checked(path: Path, frame: pd.DataFrame, found: Import) -> _Operators:
 
 def _arguments(path: Path, frame: pd.DataFrame, op: str, places: NDArray[np.int64]) -> pd.DataFrame:
     columns = HOW["operators"][op]["columns"]
-    require_columns(frame, columns.values(), path)
+    common.require_columns(frame, columns.values(), path)
     made = {name: _dimension(path, frame, column, op, places) for name, column in columns.items()}
     if op == "linear" and "B" in frame:
         made["m"] = made["m"] * _dimension(path, frame, "B", op, places)
@@ -191,7 +183,7 @@ def _call(op: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return generator, arguments
 
 
-def _records(operators: _Operators, found: Import) -> Iterator[Record]:
+def _records(operators: _Operators, found: common.Import) -> Iterator[Record]:
     """A record a row in the order of the file; the tasks of all distinct shapes are added."""
     programs = np.full(len(operators.frame), "", dtype=object)
     for op, arguments in operators.arguments.items():

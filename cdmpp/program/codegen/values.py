@@ -15,22 +15,11 @@ import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from cdmpp.program.codegen.blocks import (
-    INTEGER_REGISTERS,
-    Address,
-    FlowGraph,
-    Instruction,
-    Location,
-    Loop,
-    Operand,
-    Register,
-    location_of,
-    signed,
-)
+from cdmpp.program.codegen import blocks
 
 #: What is unknown (None: nothing), and a constant to add.
 Value = tuple[Hashable, int]
-State = dict[Location, Value]
+State = dict[blocks.Location, Value]
 
 OPPOSITE = {
     "e": "ne", "ne": "e", "b": "ae", "ae": "b", "l": "ge", "ge": "l", "a": "be", "be": "a", "g": "le", "le": "g",
@@ -54,7 +43,7 @@ _BEGINS_BEFORE = "begins before"
 #: The number of a parallel loop's task, the pointer to its environment, and where that has the number of tasks, 32 bits
 #: (TVMParallelGroupEnv).
 _TASK, _ENVIRONMENT = "rdi", "rsi"
-_TASKS = Address(_ENVIRONMENT, displacement=8)
+_TASKS = blocks.Address(_ENVIRONMENT, displacement=8)
 
 
 @dataclass(frozen=True)
@@ -97,7 +86,7 @@ def meets(difference: int, condition: str) -> bool:
     return condition in (_BELOW if difference < 0 else _ABOVE)
 
 
-def value_at(state: State, location: Location) -> Value:
+def value_at(state: State, location: blocks.Location) -> Value:
     """The value of a location; where nothing has been written, its value when the function was entered."""
     return state.get(location, (("entry", location), 0))
 
@@ -106,7 +95,7 @@ def value_at(state: State, location: Location) -> Value:
 class CodeValues:
     """Values at the ends of the blocks of a function."""
 
-    graph: FlowGraph
+    graph: blocks.FlowGraph
     #: Block that can be reached -> state at its end, and what has set the flags there.
     after: dict[int, State] = field(default_factory=dict)
     flags: dict[int, Flags | None] = field(default_factory=dict)
@@ -138,7 +127,7 @@ class CodeValues:
                 copied[number] -= wrong[number]
         self._follow([locations | rest for locations, rest in zip(changed, copied, strict=True)])
 
-    def _differing(self, number: int, locations: set[Location]) -> set[Location]:
+    def _differing(self, number: int, locations: set[blocks.Location]) -> set[blocks.Location]:
         """Those locations whose value at the end of an iteration is another than before the loop."""
         state, latches = self.entry_state[number], self.graph.loops[number].latches
         if state is None:
@@ -150,7 +139,7 @@ class CodeValues:
             if any(value_at(end, location) != value_at(state, location) for end in ends)
         }
 
-    def _follow(self, changed: Sequence[set[Location]]) -> None:
+    def _follow(self, changed: Sequence[set[blocks.Location]]) -> None:
         """Go over all blocks once, given what each loop may change in its iterations."""
         graph = self.graph
         self.after, self.flags, self.taken = {}, {}, {}
@@ -167,7 +156,7 @@ class CodeValues:
                 continue  # never reached
             state, flags = self._merged(block, reachable)
             if late:
-                state = {location: (("merged", block, location), 0) for location in {*state, *INTEGER_REGISTERS}}
+                state = {location: (("merged", block, location), 0) for location in {*state, *blocks.INTEGER_REGISTERS}}
                 flags = None
             if number is not None:
                 self.entry_state[number] = dict(state)
@@ -200,18 +189,18 @@ class CodeValues:
         holds = flags.satisfies(self.graph.condition(block))
         return after if holds is None else [after[0 if holds else 1]]
 
-    def counter(self, value: Value) -> tuple[int, Location] | None:
+    def counter(self, value: Value) -> tuple[int, blocks.Location] | None:
         """The loop that a value changes with, and the location that has it, but for a constant, when an iteration begins."""
         match value[0]:
-            case ("iteration", int(block), str() | Address() as location):
+            case ("iteration", int(block), str() | blocks.Address() as location):
                 return self.graph.loop_at[block], location
         return None
 
-    def initial_value(self, number: int, location: Location) -> Value:
+    def initial_value(self, number: int, location: blocks.Location) -> Value:
         """The value of a location where a loop is entered."""
         return value_at(self.entry_state[number] or {}, location)
 
-    def step(self, number: int, location: Location) -> int | None:
+    def step(self, number: int, location: blocks.Location) -> int | None:
         """By how much a location changes in an iteration of a loop; None where that is not known or not always the same."""
         loop = self.graph.loops[number]
         start: Value = (("iteration", loop.header, location), 0)
@@ -230,7 +219,7 @@ class CodeValues:
         return True
 
 
-def _changes(graph: FlowGraph, loop: Loop, *, by_copies: bool) -> set[Location]:
+def _changes(graph: blocks.FlowGraph, loop: blocks.Loop, *, by_copies: bool) -> set[blocks.Location]:
     """Locations that a loop changes: by copies of other locations, or otherwise."""
     return {
         location
@@ -241,22 +230,22 @@ def _changes(graph: FlowGraph, loop: Loop, *, by_copies: bool) -> set[Location]:
     }
 
 
-def _is_copy(instruction: Instruction) -> bool:
-    return instruction.name in _MOVES and location_of(instruction.operands[1]) is not None
+def _is_copy(instruction: blocks.Instruction) -> bool:
+    return instruction.name in _MOVES and blocks.location_of(instruction.operands[1]) is not None
 
 
-def _is_parallel_body(block: Sequence[Instruction]) -> bool:
+def _is_parallel_body(block: Sequence[blocks.Instruction]) -> bool:
     """Whether a function's first block reads the number of tasks from its environment."""
     for instruction in block:
         if _TASKS in instruction.operands[-1:]:
-            registers = [operand for operand in instruction.operands if isinstance(operand, Register)]
+            registers = [operand for operand in instruction.operands if isinstance(operand, blocks.Register)]
             return instruction.memory_bits == 32 and all(register.bits <= 64 for register in registers)
         if _ENVIRONMENT in instruction.changes:
             return False
     return False
 
 
-def execute(instruction: Instruction, state: State, flags: Flags | None) -> Flags | None:
+def execute(instruction: blocks.Instruction, state: State, flags: Flags | None) -> Flags | None:
     """Change the state as an instruction does; what has set the flags then."""
     if not instruction.changes and not instruction.sets_flags:
         return flags
@@ -264,15 +253,15 @@ def execute(instruction: Instruction, state: State, flags: Flags | None) -> Flag
     for location in instruction.changes:
         value = results.get(location, _unknown(instruction, location))
         if location in ("rsp", "rbp"):  # slots have other names from now on
-            for slot in [slot for slot in state if isinstance(slot, Address) and slot.base == location]:
+            for slot in [slot for slot in state if isinstance(slot, blocks.Address) and slot.base == location]:
                 state[slot] = ("moved", slot, value), 0
         state[location] = value
     return set_by if instruction.sets_flags else flags
 
 
 def _results(
-    instruction: Instruction, state: State, flags: Flags | None
-) -> tuple[dict[Location | None, Value], Flags | None]:
+    instruction: blocks.Instruction, state: State, flags: Flags | None
+) -> tuple[dict[blocks.Location | None, Value], Flags | None]:
     """What an instruction leaves in the locations that it changes, where that is known, and in the flags if it sets them."""
     name, operands = instruction.name, instruction.operands
     if name in ("cdqe", "cwde", "cdq", "cqo"):
@@ -318,32 +307,32 @@ def _results(
         elif result is not None and name != "imul":
             set_by = Flags("cmp" if name in ("and", "or", "xor") else "zero", result)
     if result is not None and result[0] is None:
-        result = None, signed(result[1], instruction.width(operands[0]))
-    return {} if result is None else {location_of(operands[0]): result}, set_by
+        result = None, blocks.signed(result[1], instruction.width(operands[0]))
+    return {} if result is None else {blocks.location_of(operands[0]): result}, set_by
 
 
-def _unknown(instruction: Instruction, location: Location | None = None) -> Value:
+def _unknown(instruction: blocks.Instruction, location: blocks.Location | None = None) -> Value:
     return ("result", instruction.address, location), 0
 
 
-def _read(operand: Operand, instruction: Instruction, state: State) -> Value:
+def _read(operand: blocks.Operand, instruction: blocks.Instruction, state: State) -> Value:
     width = instruction.width(operand)
     if not width:  # lea names memory and reads none
         return _unknown(instruction)
     if isinstance(operand, int):
-        return None, signed(operand, width)
+        return None, blocks.signed(operand, width)
     if operand == _TASKS and state.get(_ENVIRONMENT) == ("environment", 0):
         return None, 1
-    location = location_of(operand)
+    location = blocks.location_of(operand)
     if location is None:
         return _unknown(instruction)
     symbol, offset = value_at(state, location)
-    return (None, signed(offset, width)) if symbol is None else (symbol, offset)
+    return (None, blocks.signed(offset, width)) if symbol is None else (symbol, offset)
 
 
-def _address(operand: Operand, state: State) -> Value | None:
+def _address(operand: blocks.Operand, state: State) -> Value | None:
     """What ``lea`` gives."""
-    if not isinstance(operand, Address) or operand.base == "rip":
+    if not isinstance(operand, blocks.Address) or operand.base == "rip":
         return None
     base, index = (
         (None, 0) if name is None else value_at(state, name) for name in (operand.base, operand.index_register)
@@ -355,7 +344,7 @@ def _address(operand: Operand, state: State) -> Value | None:
     return None
 
 
-def _divided(number: Value, divisor: Value) -> dict[Location | None, Value]:
+def _divided(number: Value, divisor: Value) -> dict[blocks.Location | None, Value]:
     if divisor == (None, 1):
         return {"rax": number, "rdx": (None, 0)}
     if number[0] is not None or divisor[0] is not None or not divisor[1]:

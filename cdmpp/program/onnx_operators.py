@@ -1,0 +1,130 @@
+"""ONNX's operators as the ATen operators that they mean, for their sizes: the graph can be priced, not run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cdmpp.errors import NetworkError
+from cdmpp.files import shipped_table
+from cdmpp.program.zoo import TensorSpec
+
+
+def onnx_program(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
+    """Like an ``ExportedProgram`` for :func:`cdmpp.program.aten.calls_of`, by ONNX's shape inference. What follows from shapes
+    and constants alone is known before anything runs. NetworkError: the shape of a result cannot be told."""
+    import onnx
+    import torch
+    from torch.export.graph_signature import InputKind
+
+    graph, nodes = torch.fx.Graph(), dict[str, Any]()
+    known, folded, left = _inferred(model, {item.name: item.shape for item in inputs})
+
+    def tensor(key: str) -> Any:
+        shape, kind = known[key]
+        dtype = getattr(torch, str(onnx.helper.tensor_dtype_to_np_dtype(kind)), torch.float32)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for key in (*(item.name for item in inputs), *(w.name for w in model.graph.initializer), *folded):
+        if key not in nodes:
+            nodes[key] = graph.placeholder(f"i{len(nodes)}")
+            nodes[key].meta["val"] = tensor(key)
+    users = [SimpleNamespace(kind=InputKind.USER_INPUT, arg=SimpleNamespace(name=nodes[i.name].name)) for i in inputs]
+    for node in left:
+        outs = [out for out in node.output if out]
+        if unknown := [out for out in outs if out not in known]:
+            raise NetworkError(f"{name}: ONNX cannot tell the shape of {unknown[0]}, a result of {node.op_type}")
+        given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        operator, args = _meant(node.op_type, [nodes.get(key) for key in node.input], given)
+        made = graph.call_function(_target(operator), args)
+        made.meta["val"] = [tensor(out) for out in outs] if len(outs) > 1 else tensor(outs[0])
+        for out in outs:
+            nodes[out] = made if len(outs) == 1 else graph.call_function(_target("getitem"), (made,))
+            nodes[out].meta["val"] = tensor(out) if len(outs) > 1 else made.meta["val"]
+    return SimpleNamespace(graph=graph, graph_signature=SimpleNamespace(input_specs=users))
+
+
+def _inferred(
+    model: Any, fixed: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, tuple[tuple[int, ...], int]], dict[str, Any], list[Any]]:
+    """Shape and ONNX type of values by name, those of them that are constants, and the nodes that compute the others."""
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    light.graph.name = "light"  # without its weights, as shapes are inferred several times
+    weights = {w.name: (tuple(w.dims), w.data_type) for w in model.graph.initializer}
+    constants = {
+        w.name: onnx.numpy_helper.to_array(w)
+        for w in model.graph.initializer
+        if w.data_type == onnx.TensorProto.INT64 and len(w.dims) < 2
+    }
+    known = {i.name: (tuple(fixed[i.name]), i.type.tensor_type.elem_type) for i in model.graph.input if i.name in fixed}
+    known |= weights
+    typed = (key for key in known if key not in constants)
+    light.graph.input.extend(onnx.helper.make_tensor_value_info(key, *known[key][::-1]) for key in typed)
+    light.graph.initializer.extend(onnx.numpy_helper.from_array(value, key) for key, value in constants.items())
+    left, before = list(model.graph.node), -1
+    while len(left) != before:
+        before = len(left)
+        del light.graph.node[:]
+        light.graph.node.extend(left)
+        for value in onnx.shape_inference.infer_shapes(light, data_prop=True).graph.value_info:
+            dims = value.type.tensor_type.shape.dim
+            if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
+                known[value.name] = (tuple(dim.dim_value for dim in dims), value.type.tensor_type.elem_type)
+        for node in list(left):
+            given, found = [key for key in node.input if key], list[Any]()
+            if node.op_type == "Shape" and node.input[0] in known:
+                found = [np.array(known[node.input[0]][0], dtype=np.int64)]
+            elif all(key in constants for key in given):
+                with contextlib.suppress(Exception):  # what the reference cannot compute is an operator
+                    found = list(ReferenceEvaluator(node).run(None, {key: constants[key] for key in given}))
+            if not found:
+                continue
+            left.remove(node)
+            for out, array in zip(node.output, found, strict=True):
+                constants[out] = np.asarray(array)
+                light.graph.initializer.append(onnx.numpy_helper.from_array(constants[out], out))
+                known[out] = (constants[out].shape, light.graph.initializer[-1].data_type)
+    return known, constants, left
+
+
+def _meant(kind: str, inputs: list[Any], given: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
+    """The ATen operator of an ONNX one, and those arguments that tell its sizes."""
+    first, rank = inputs[0], len(inputs[0].meta["val"].shape) if inputs and inputs[0] is not None else 0
+    dims, present = rank - 2, tuple(i for i in inputs if i is not None)
+    if kind in ("Conv", "ConvTranspose"):
+        stride, dilation = (list(given.get(key, [1] * dims)) for key in ("strides", "dilations"))
+        groups, bias = given.get("group", 1), inputs[2] if len(inputs) > 2 else None
+        if kind == "Conv":
+            return f"conv{dims}d", (first, inputs[1], bias, stride, 0, dilation, groups)
+        return f"conv_transpose{dims}d", (first, inputs[1], bias, stride, 0, 0, groups, dilation)
+    if kind == "Gemm":
+        return ("linear", present) if given.get("transB") else ("mm", present[:2])
+    if kind in ("MaxPool", "AveragePool"):
+        return f"{'max' if kind == 'MaxPool' else 'avg'}_pool{dims}d", (first, list(given["kernel_shape"]))
+    if kind in ("Softmax", "LogSoftmax"):
+        return "softmax", (first, given.get("axis", -1))
+    if kind in ("LayerNormalization", "RMSNormalization"):
+        name = "layer_norm" if kind[0] == "L" else "rms_norm"
+        return name, (first, list(first.meta["val"].shape[given.get("axis", -1) :]), *present[1:])
+    if kind == "Gather":
+        table = inputs[0].op == "placeholder" and rank == 2 and given.get("axis", 0) == 0
+        return ("embedding" if table else "index_select"), present
+    if kind == "Resize":
+        return ("upsample_nearest2d" if given.get("mode", b"nearest") == b"nearest" else "upsample_bilinear2d"), present
+    name = shipped_table("program/onnx.yaml").get(kind, kind.lower())
+    return name, (list(present),) if name in ("cat", "stack") else present
+
+
+def _target(name: str) -> Any:
+    """An ATen operator; for one that there is not, something of its name."""
+    import torch
+
+    packet = getattr(torch.ops.aten, name, None)
+    return type(name, (), {}) if packet is None else getattr(packet, packet.overloads()[0])
