@@ -15,7 +15,7 @@ import numpy as np
 from cdmpp.dataset.operators import TORCH_COLD
 from cdmpp.device import Device
 from cdmpp.endtoend.report import INDEPENDENT, INTERVAL, LatencyReport, LayerLatency
-from cdmpp.errors import NetworkError
+from cdmpp.errors import NetworkError, raised_as
 from cdmpp.predictor.operators import BEST, OperatorModel, load_operator_model
 from cdmpp.predictor.predictor import COVERAGE
 from cdmpp.program.aten import calls_of, table_of
@@ -47,7 +47,8 @@ def eager_latency(
     PredictorError: the operators that the model knows are of no CPU."""
     model = load_operator_model(kind="cpu") if model is None else model
     loaded = load_network(network) if isinstance(network, str) else network
-    calls = calls_of(loaded.export() if loaded.operators is None else loaded.operators())
+    with raised_as(NetworkError, f"{loaded.name} cannot be priced", RuntimeError, LookupError, TypeError):
+        calls = calls_of(loaded.export() if loaded.operators is None else loaded.operators())
     if not calls:
         raise NetworkError(f"network {loaded.name} has no operator: there is nothing to predict")
     table = table_of(calls)

@@ -25,9 +25,8 @@ def onnx_program(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
     known, folded, left = _inferred(model, {item.name: item.shape for item in inputs})
 
     def tensor(key: str) -> Any:
-        shape, kind = known[key]
-        dtype = getattr(torch, str(onnx.helper.tensor_dtype_to_np_dtype(kind)), torch.float32)
-        return torch.empty(shape, dtype=dtype, device="meta")
+        dtype = getattr(torch, str(onnx.helper.tensor_dtype_to_np_dtype(known[key][1])), torch.float32)
+        return torch.empty(known[key][0], dtype=dtype, device="meta")
 
     for key in (*(item.name for item in inputs), *(w.name for w in model.graph.initializer), *folded):
         if key not in nodes:
