@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,9 @@ import numpy as np
 from cdmpp.errors import NetworkError
 from cdmpp.files import shipped_table
 from cdmpp.program.zoo import TensorSpec
+
+#: Elements of a constant that is worked out, at most.
+_MOST = 1 << 24
 
 
 def onnx_program(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
@@ -47,26 +51,20 @@ def onnx_program(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
     return SimpleNamespace(graph=graph, graph_signature=SimpleNamespace(input_specs=users))
 
 
-def _inferred(
-    model: Any, fixed: Mapping[str, Sequence[int]]
-) -> tuple[dict[str, tuple[tuple[int, ...], int]], dict[str, Any], list[Any]]:
+def _inferred(model: Any, fixed: Mapping[str, Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """Shape and ONNX type of values by name, those of them that are constants, and the nodes that compute the others."""
     import onnx
     from onnx.reference import ReferenceEvaluator
 
     light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     light.graph.name = "light"  # without its weights, as shapes are inferred several times
-    weights = {w.name: (tuple(w.dims), w.data_type) for w in model.graph.initializer}
-    constants = {
-        w.name: onnx.numpy_helper.to_array(w)
-        for w in model.graph.initializer
-        if w.data_type == onnx.TensorProto.INT64 and len(w.dims) < 2
-    }
+    sizes = [w for w in model.graph.initializer if w.data_type == onnx.TensorProto.INT64 and len(w.dims) < 2]
+    constants = {w.name: onnx.numpy_helper.to_array(w) for w in sizes}
     known = {i.name: (tuple(fixed[i.name]), i.type.tensor_type.elem_type) for i in model.graph.input if i.name in fixed}
-    known |= weights
+    known |= {w.name: (tuple(w.dims), w.data_type) for w in model.graph.initializer}
     typed = (key for key in known if key not in constants)
     light.graph.input.extend(onnx.helper.make_tensor_value_info(key, *known[key][::-1]) for key in typed)
-    light.graph.initializer.extend(onnx.numpy_helper.from_array(value, key) for key, value in constants.items())
+    light.graph.initializer.extend(sizes)
     left, before = list(model.graph.node), -1
     while len(left) != before:
         before = len(left)
@@ -78,9 +76,10 @@ def _inferred(
                 known[value.name] = (tuple(dim.dim_value for dim in dims), value.type.tensor_type.elem_type)
         for node in list(left):
             given, found = [key for key in node.input if key], list[Any]()
+            small = all(math.prod(known[out][0]) <= _MOST for out in node.output if out in known)
             if node.op_type == "Shape" and node.input[0] in known:
                 found = [np.array(known[node.input[0]][0], dtype=np.int64)]
-            elif all(key in constants for key in given):
+            elif small and all(key in constants for key in given):
                 with contextlib.suppress(Exception):  # what the reference cannot compute is an operator
                     found = list(ReferenceEvaluator(node).run(None, {key: constants[key] for key in given}))
             if not found:
@@ -95,7 +94,8 @@ def _inferred(
 
 def _meant(kind: str, inputs: list[Any], given: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
     """The ATen operator of an ONNX one, and those arguments that tell its sizes."""
-    first, rank = inputs[0], len(inputs[0].meta["val"].shape) if inputs and inputs[0] is not None else 0
+    first: Any = inputs[0] if inputs else None
+    rank = 0 if first is None else len(first.meta["val"].shape)
     dims, present = rank - 2, tuple(i for i in inputs if i is not None)
     if kind in ("Conv", "ConvTranspose"):
         stride, dilation = (list(given.get(key, [1] * dims)) for key in ("strides", "dilations"))
@@ -113,7 +113,7 @@ def _meant(kind: str, inputs: list[Any], given: Mapping[str, Any]) -> tuple[str,
         name = "layer_norm" if kind[0] == "L" else "rms_norm"
         return name, (first, list(first.meta["val"].shape[given.get("axis", -1) :]), *present[1:])
     if kind == "Gather":
-        table = inputs[0].op == "placeholder" and rank == 2 and given.get("axis", 0) == 0
+        table = first.op == "placeholder" and rank == 2 and given.get("axis", 0) == 0
         return ("embedding" if table else "index_select"), present
     if kind == "Resize":
         return ("upsample_nearest2d" if given.get("mode", b"nearest") == b"nearest" else "upsample_bilinear2d"), present
