@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 from cdmpp.errors import NetworkError, ProgramError, UnsupportedOpError
 from cdmpp.program import import_tvm, normalise, quiet, structural_hash
-from cdmpp.program.onnx_operators import onnx_program
 from cdmpp.program.types import Task
 from cdmpp.program.zoo import TASK_COUNTS, TensorSpec, ZooEntry, zoo_entry, zoo_networks
 
@@ -127,6 +126,8 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
     name = path.name if batch is None else f"{path.name}@b{batch}"
     source = str(path.resolve())
     if suffix == ".onnx":
+        from cdmpp.program.onnx_operators import onnx_program
+
         model = _load_onnx(path)
         inputs = _fixed(name, _onnx_inputs(model), shapes or {}, batch)
         imported, meant = (partial(make, name, model, inputs) for make in (_import_onnx, onnx_program))

@@ -25,8 +25,8 @@ def onnx_program(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
     import torch
     from torch.export.graph_signature import InputKind
 
-    graph, nodes = torch.fx.Graph(), dict[str, Any]()
     known, folded, left = _inferred(model, {item.name: item.shape for item in inputs})
+    graph, nodes = torch.fx.Graph(), dict[str, Any]()
 
     def tensor(key: str) -> Any:
         dtype = getattr(torch, str(onnx.helper.tensor_dtype_to_np_dtype(known[key][1])), torch.float32)
@@ -39,8 +39,8 @@ def onnx_program(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
     users = [SimpleNamespace(kind=InputKind.USER_INPUT, arg=SimpleNamespace(name=nodes[i.name].name)) for i in inputs]
     for node in left:
         outs = [out for out in node.output if out]
-        if unknown := [out for out in outs if out not in known]:
-            raise NetworkError(f"{name}: ONNX cannot tell the shape of {unknown[0]}, a result of {node.op_type}")
+        for out in set(outs) - known.keys():
+            raise NetworkError(f"{name}: ONNX cannot tell the shape of {out}, a result of {node.op_type}")
         given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
         operator, args = _meant(node.op_type, [nodes.get(key) for key in node.input], given)
         made = graph.call_function(_target(operator), args)
@@ -54,7 +54,7 @@ def onnx_program(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
 def _inferred(model: Any, fixed: Mapping[str, Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
     """Shape and ONNX type of values by name, those of them that are constants, and the nodes that compute the others."""
     import onnx
-    from onnx.reference import ReferenceEvaluator
+    from onnx.reference import ReferenceEvaluator as Reference
 
     light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     light.graph.name = "light"  # without its weights, as shapes are inferred several times
@@ -81,7 +81,7 @@ def _inferred(model: Any, fixed: Mapping[str, Sequence[int]]) -> tuple[dict[str,
                 found = [np.array(known[node.input[0]][0], dtype=np.int64)]
             elif small and all(key in constants for key in given):
                 with contextlib.suppress(Exception):  # what the reference cannot compute is an operator
-                    found = list(ReferenceEvaluator(node).run(None, {key: constants[key] for key in given}))
+                    found = list(Reference(node).run(None, {key: constants[key] for key in given}))
             if not found:
                 continue
             left.remove(node)
@@ -95,8 +95,7 @@ def _inferred(model: Any, fixed: Mapping[str, Sequence[int]]) -> tuple[dict[str,
 def _meant(kind: str, inputs: list[Any], given: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
     """The ATen operator of an ONNX one, and those arguments that tell its sizes."""
     first: Any = inputs[0] if inputs else None
-    rank = 0 if first is None else len(first.meta["val"].shape)
-    dims, present = rank - 2, tuple(i for i in inputs if i is not None)
+    dims, present = (2 if first is None else first.meta["val"].dim()) - 2, tuple(i for i in inputs if i is not None)
     if kind in ("Conv", "ConvTranspose"):
         stride, dilation = (list(given.get(key, [1] * dims)) for key in ("strides", "dilations"))
         groups, bias = given.get("group", 1), inputs[2] if len(inputs) > 2 else None
@@ -113,7 +112,7 @@ def _meant(kind: str, inputs: list[Any], given: Mapping[str, Any]) -> tuple[str,
         name = "layer_norm" if kind[0] == "L" else "rms_norm"
         return name, (first, list(first.meta["val"].shape[given.get("axis", -1) :]), *present[1:])
     if kind == "Gather":
-        table = first.op == "placeholder" and rank == 2 and given.get("axis", 0) == 0
+        table = first.op == "placeholder" and dims == 0 and given.get("axis", 0) == 0
         return ("embedding" if table else "index_select"), present
     if kind == "Resize":
         return ("upsample_nearest2d" if given.get("mode", b"nearest") == b"nearest" else "upsample_bilinear2d"), present
