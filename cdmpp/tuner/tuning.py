@@ -165,9 +165,8 @@ class _Tuning:
                     from cdmpp.tuner.compiled import ChoosingMeasurer
 
                     measurer = ChoosingMeasurer(config, device, degree, self._executor, self._of_each)
-                    config = replace(config, batch=config.batch * self._of_each)
                 open_.enter_context(measurer)
-            progress.start(self._config.batch)
+            progress.start(config.batch)
             if cores is None:
                 searches = session.Searches(tuners, models, config, store.database, store.commit)
                 searches.begin(store.dataset, progress.known, self._earlier, device, self.say)
