@@ -37,3 +37,4 @@ _PUBLIC = {
     "program.types": ["Program", "Space", "Task"],
 }
 __getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["tuner"], _PUBLIC)
+__all__.append("__version__")

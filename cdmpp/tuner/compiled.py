@@ -25,14 +25,15 @@ from cdmpp.tuner.measure import Measurer, in_time, make_engine
 
 
 class ChoosingMeasurer(Measurer):
-    """A :class:`Measurer` that compiles `of` candidates for each one that it measures (`executor` as of
-    :func:`~cdmpp.tuner.measure.make_engine`)."""
+    """Compiles `of` candidates for each one that it measures; `executor` is :func:`~cdmpp.tuner.measure.make_engine`'s."""
 
     def __init__(self, config: TuneConfig, device: Device, degree: int, executor: Executor | None, of: int) -> None:
         assert config.predictor is not None
-        built = CpuConfig(builders=config.builders, build_timeout_s=config.build_timeout_s)
+        built = CpuConfig(
+            builders=config.builders, build_timeout_s=config.build_timeout_s, object_cache=config.object_cache
+        )
         self._folder = built.work_folder()
-        objects = config.object_cache or str(self._folder)
+        objects = built.object_cache or str(self._folder)
         super().__init__(make_engine(replace(config, object_cache=objects), device, degree, executor))
         self._predictor, self._device, self._of = load_predictor(config.predictor), device, of
         builder = (ObjectBuilder, (device.target, self._folder, built, device), 0 if config.realtime else 10)

@@ -252,10 +252,11 @@ class TuningSession:
             with progress.lock:
                 progress.give_up(task, "its space gives no more valid programs")
             return
-        worth, build_s = self._measurer.worth(found[0], found[1], progress.time_left_s)
+        proposed, good = found
+        worth, build_s = self._measurer.worth(proposed, good, progress.time_left_s)
         with progress.lock:
             progress.costs.build_s += build_s
-            fresh = [pair for pair in zip(found[0], worth, strict=True) if pair[0].program.hash not in progress.known]
+            fresh = [pair for pair in zip(proposed, worth, strict=True) if pair[0].program.hash not in progress.known]
             worth = [good for _, good in fresh]
             worth = worth[: progress.claim(task, worth, self._reserved())]
             self.reserved = max(0, self.reserved - len(worth))
