@@ -166,7 +166,8 @@ def _measure(args: ui.Namespace, console: Console, errors: Console) -> Any:
         from cdmpp.profiler.library import measure_operators
 
         with ui.Bar(errors, "measuring") as bar:
-            found = measure_operators(args.bundle, args.out, args.device, progress=bar.update)
+            when = {"resume": args.resume, "max_seconds": args.max_seconds}
+            found = measure_operators(args.bundle, args.out, args.device, progress=bar.update, **when)
         return _shown_labels(found, console)
     with ui.Bar(errors, "measuring") as bar:
         config = ui.settings(args, MeasureConfig, cold=args.cache == "cold")

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,32 +71,20 @@ def profile_library(
     device = get_device(device)
     if device.base != get_device("this-cpu").base:
         raise ProfilerError(f"{device.name} is not this machine's CPU, whose kernels alone can be timed here")
-    folder, began = Path(out), time.monotonic()
-    known = _known(folder, device, resume)
     calls = _distinct(networks)
-    todo = {key: found for key, found in calls.items() if key not in known}
     cores = machine.core_groups(machine.usable_cores(), int(device.share), 1)[0]
     threads, before = torch.get_num_threads(), machine.usable_cores()
-    failures: Counter[str] = Counter()
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         machine.pin(cores)
         device = with_clock(device)
         torch.set_num_threads(len(cores))
         sentinel = machine.Sentinel()
-        with (folder / _PARTIAL).open("a", encoding="utf-8") as file, torch.inference_mode():
-            jobs = [
-                ({"key": key, **row}, partial(_measured, call, device, sentinel)) for key, (call, row) in todo.items()
-            ]
-            for found in _labelled(jobs, failures, progress):
-                file.write(json.dumps({k: v for k, v in found.items() if v == v}) + "\n")
-                file.flush()
+        jobs = {key: (row, partial(_measured, call, device, sentinel)) for key, (call, row) in calls.items()}
+        with torch.inference_mode():
+            return _labelled(jobs, Path(out), device, Counter(), resume=resume, progress=progress)
     finally:
         machine.pin(before)
         torch.set_num_threads(threads)
-    table = _finish(folder, device, torch.__version__)
-    done, took_s = len(todo) - failures.total(), time.monotonic() - began
-    return LibraryReport(folder, device.name, len(table), done, dict(failures), took_s)
 
 
 def measure_operators(
@@ -104,13 +92,16 @@ def measure_operators(
     out: str | Path,
     device: str | None = None,
     *,
+    resume: bool = False,
+    max_seconds: float | None = None,
     clock: Callable[[Callable[[], Any]], Callable[[int], float]] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LibraryReport:
-    """Measure the operators of a ``.csv`` file (:data:`cdmpp.program.operators.COLUMNS`) on this machine's GPU, or on its CPU
-    where ``device`` says so; what cannot be run is counted. ``clock`` makes of a function what times so many runs of it.
-    ProfilerError: there is no GPU that PyTorch can use, it is another one than ``device``, or no operator could be measured.
-    ProgramError, DatasetError: the list is wrong; there is a dataset in ``out`` already."""
+    """Measure the operators of a ``.csv`` file (:data:`cdmpp.program.operators.COLUMNS`) in its order on this machine's GPU, or
+    on its CPU where ``device`` says so; what cannot be run is counted. A run that ended early (``max_seconds``) goes on with
+    ``resume``. ``clock`` makes of a function what times so many runs of it. ProfilerError: there is no GPU that PyTorch can
+    use, it is another one than ``device``, or no operator could be measured. ProgramError, DatasetError: the list is wrong;
+    there is a dataset in ``out`` already."""
     import torch
 
     with raised_as(DatasetError, f"cannot read operators from {path}"):
@@ -124,35 +115,70 @@ def measure_operators(
         if here is not None and here.name != found.name:
             raise ProfilerError(f"the GPU here is {found.name}, not {here.name}")
         here = found
-    timed, began = clock or (_wall_clock if on_cpu else _graphs), time.monotonic()
+    timed = clock or (wall_clock if on_cpu else graph_clock)
     runs = runs_in_torch(table)
     failures = Counter(f"{op}: PyTorch has no one kernel of it" for op in table["op"][~runs])
-    jobs = [(row, lambda row=row: {TORCH: sampled(timed(function_of(row)))}) for row in table[runs].to_dict("records")]
+
+    def measured(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+        # by default convolutions of float32 are of tfloat32, and products are not
+        narrow = row["dtype"] == "tfloat32"
+        if narrow and on_cpu:
+            raise ProfilerError("a CPU has no tfloat32")
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = narrow
+        return {TORCH: sampled(timed(function_of(row)))}
+
+    jobs = {
+        f"{row['dtype']} {_key(row['op'], row)}": (row, partial(measured, row))
+        for row in table[runs].to_dict("records")
+    }
     with torch.inference_mode(), torch.device("cpu" if on_cpu else "cuda"):
-        rows = [{**row, "device": here.name} for row in _labelled(jobs, failures, progress)]
-    if not rows:
-        raise ProfilerError(f"no operator of {path} could be measured: {', '.join(failures)}")
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    devices = {here.name: here.to_json()}
-    write_operators(out, pd.DataFrame(rows), devices=devices, versions=versions, failures=dict(failures))
-    return LibraryReport(Path(out), here.name, len(rows), len(rows), dict(failures), time.monotonic() - began)
+        return _labelled(jobs, Path(out), here, failures, resume=resume, max_seconds=max_seconds, progress=progress)
+
+
+def _key(name: str, row: Mapping[str, Any]) -> str:
+    return " ".join([name, *(f"{size}={row[size]:g}" for size in SIZES if row[size] == row[size])])
 
 
 def _labelled(
-    jobs: Sequence[tuple[dict[str, Any], Callable[[], dict[str, tuple[float, float]]]]],
+    jobs: Mapping[str, tuple[dict[str, Any], Callable[[], dict[str, tuple[float, float]]]]],
+    folder: Path,
+    device: Device,
     failures: Counter[str],
+    *,
+    resume: bool,
+    max_seconds: float | None = None,
     progress: Callable[[int, int], None],
-) -> Iterator[dict[str, Any]]:
-    """Rows of operators with each framework's seconds and noise; those that cannot be measured are counted."""
-    for done, (row, measure) in enumerate(jobs):
-        progress(done, len(jobs))
-        try:
-            labels = measure()
-        except (RuntimeError, IndexError, ValueError, ProfilerError) as err:  # what a kernel refuses
-            failures[f"{row['op']}: {reason(err)[:80]}"] += 1
-            continue
-        for framework, (seconds, noise) in labels.items():
-            yield {**row, "framework": framework, "seconds": seconds, "noise": noise}
+) -> LibraryReport:
+    """The dataset of rows of operators (key -> row, and what measures each framework's seconds and noise), those of an earlier
+    run with them; those that cannot be measured are counted."""
+    import torch
+
+    began, known = time.monotonic(), _known(folder, device, resume)
+    todo, new = [item for item in jobs.items() if item[0] not in known], 0
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _PARTIAL).open("a", encoding="utf-8") as file:
+        for done, (key, (row, measure)) in enumerate(todo):
+            if new and max_seconds is not None and time.monotonic() - began > max_seconds:
+                break
+            progress(done, len(todo))
+            try:
+                labels = measure()
+            except (RuntimeError, IndexError, ValueError, ProfilerError) as err:  # what a kernel refuses
+                failures[f"{row['op']}: {reason(err)[:80]}"] += 1
+                continue
+            new += 1
+            for framework, (seconds, noise) in labels.items():
+                found = {"key": key, **row, "framework": framework, "seconds": seconds, "noise": noise}
+                file.write(json.dumps({k: v for k, v in found.items() if v == v}) + "\n")
+            file.flush()
+    table = pd.read_json(folder / _PARTIAL, lines=True)
+    if table.empty:
+        raise ProfilerError(f"no operator could be measured: {', '.join(failures)}")
+    table = table.drop_duplicates(["key", "framework"]).assign(device=device.name)
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    meta = {"devices": {device.name: device.to_json()}, "versions": versions, "failures": dict(failures)}
+    write_operators(folder, table, replace=True, **meta)
+    return LibraryReport(folder, device.name, len(table), new, dict(failures), time.monotonic() - began)
 
 
 def _known(folder: Path, device: Device, resume: bool) -> set[str]:
@@ -180,22 +206,21 @@ def _distinct(networks: Iterable[str | Network]) -> dict[str, tuple[Call, dict[s
         loaded = load_network(network) if isinstance(network, str) else network
         calls = calls_of(loaded.export())
         for call, row in zip(calls, table_of(calls).to_dict("records"), strict=True):
-            sizes = " ".join(f"{name}={row[name]:g}" for name in SIZES if row[name] == row[name])
-            found.setdefault(f"{call.name} {sizes}", (call, row))
+            found.setdefault(_key(call.name, row), (call, row))
     return found
 
 
 def _measured(call: Call, device: Device, sentinel: machine.Sentinel) -> dict[str, tuple[float, float]]:
     """Seconds and noise of a call, warm and, if it has weights, cold."""
     caches = 1024 * (device.l3_kb or device.l2_kb or 1024)
-    found = {TORCH: sampled(_wall_clock(call.node.target, arguments_of(call)), sentinel)}
+    found = {TORCH: sampled(wall_clock(call.node.target, arguments_of(call)), sentinel)}
     if call.weight_bytes >= _LEAST_WEIGHTS and call.name != "batch_norm":
         copies = int(np.clip(np.ceil(_TURNS * caches / call.weight_bytes), 2, _MOST_COPIES))
-        found[TORCH_COLD] = sampled(_wall_clock(call.node.target, arguments_of(call, copies)), sentinel)
+        found[TORCH_COLD] = sampled(wall_clock(call.node.target, arguments_of(call, copies)), sentinel)
     return found
 
 
-def _wall_clock(function: Callable[..., Any], arguments: Sequence[Any] = (((), {}),)) -> Callable[[int], float]:
+def wall_clock(function: Callable[..., Any], arguments: Sequence[Any] = (((), {}),)) -> Callable[[int], float]:
     """What times so many runs of a function, whose arguments take turns."""
     turn = 0
 
@@ -211,7 +236,7 @@ def _wall_clock(function: Callable[..., Any], arguments: Sequence[Any] = (((), {
     return run
 
 
-def _graphs(function: Callable[[], Any]) -> Callable[[int], float]:
+def graph_clock(function: Callable[[], Any]) -> Callable[[int], float]:
     import torch
 
     side = torch.cuda.Stream()
@@ -259,18 +284,6 @@ def sampled(run: Callable[[int], float], sentinel: machine.Sentinel | None = Non
     return label(samples), split_half_difference(samples)
 
 
-def _finish(folder: Path, device: Device, version: str) -> pd.DataFrame:
-    """The dataset of all labels that were written."""
-    rows = [json.loads(line) for line in (folder / _PARTIAL).read_text(encoding="utf-8").splitlines()]
-    if not rows:
-        raise ProfilerError("no operator of these networks could be measured")
-    table = pd.DataFrame(rows).drop_duplicates(["key", "framework"])
-    table = table.assign(device=device.name)
-    meta = {"devices": {device.name: device.to_json()}, "versions": {"torch": version}}
-    write_operators(folder, table, replace=True, **meta)
-    return table
-
-
 def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
     """What runs an operator, a row of a table that :func:`cdmpp.program.operators.runs_in_torch`, once on random tensors of
     torch's default device (ProfilerError: a convolution whose padding or stride differ by side)."""
@@ -279,8 +292,8 @@ def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
 
     size = {name: int(value) for name, value in row.items() if isinstance(value, float) and value == value}
     op, m, n, batch = row["op"], *(size.get(name, 1) for name in ("m", "n", "batch"))
-    narrow = row["dtype"] == "fp8"
-    dtype = torch.bfloat16 if narrow else getattr(torch, row["dtype"])
+    narrow, kernel = row["dtype"] == "fp8", str(row.get("kernel", ""))
+    dtype = getattr(torch, {"fp8": "bfloat16", "tfloat32": "float32"}.get(row["dtype"], row["dtype"]))
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype)
@@ -299,12 +312,17 @@ def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
         q, k, v = (tensor(sequences, h, t, dim) for h, t in ((heads, queries), *[(size["kv_heads"], keys)] * 2))
         shared = heads != size["kv_heads"]
         return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
-    if op == "conv":
+    if op in ("conv", "pool"):
         stride, dilation = math.isqrt(size["stride"]), math.isqrt(size["dilation"])
+        if op == "pool":
+            stride = max(1, size["height"] // size["out_h"])
         windows = [dilation * (size[name] - 1) + 1 for name in ("kernel_h", "kernel_w")]
         ends = [(stride * (size[out] - 1), size[side]) for out, side in (("out_h", "height"), ("out_w", "width"))]
         padding = [max(0, -(-(e + w - s) // 2)) for (e, s), w in zip(ends, windows, strict=True)]
         x, y = tensor(batch, size["in_channels"], ends[0][1], ends[1][1]), None
+        if op == "pool":
+            pool = functional.avg_pool2d if "avg" in kernel else functional.max_pool2d
+            return lambda: pool(x, windows, stride, padding)
         w = tensor(size["out_channels"], size["in_channels"] // size["groups"], size["kernel_h"], size["kernel_w"])
         how = [stride] * 2, padding, [dilation] * 2, False, [0, 0], size["groups"]
         y = torch.ops.aten.convolution(x, w, None, *how)
@@ -315,11 +333,18 @@ def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
         wanted = [size["backward"] == 1, size["backward"] == 2, False]
         return lambda: torch.ops.aten.convolution_backward(y, x, w, None, *how, wanted)
     x, y, w = tensor(m, n), tensor(m, n) if size["inputs"] > 1 else 2.0, tensor(n)
+    looked, activation = torch.randint(0, m, (m,)), getattr(functional, kernel, torch.sigmoid)
+    means, apart = torch.rand(m if op == "batchnorm" else 1), tensor(m, n + 1)[:, :n] if op == "copy" else x
     of_rows: dict[str, Callable[[], Any]] = {
         "quantize": lambda: x.to(torch.float8_e4m3fn),
         "rmsnorm": lambda: functional.rms_norm(x, (n,), w),
         "layernorm": lambda: functional.layer_norm(x, (n,), w, w),
         "softmax": lambda: torch.softmax(x, -1),
         "elementwise": lambda: torch.mul(x, y),
+        "activation": lambda: activation(x),
+        "batchnorm": lambda: functional.batch_norm(x[None], means, means),
+        "copy": apart.contiguous,
+        "reduce": lambda: x.sum(-1),
+        "embedding": lambda: functional.embedding(looked, x),
     }
     return of_rows[op]

@@ -93,8 +93,23 @@ COLLECTIVES = ("all_reduce", "send_recv")
 _OF_TORCH = {
     **dict.fromkeys(
         ("float64", "float32", "float16", "bfloat16"),
-        ("gemm", "attention", "conv", "rmsnorm", "layernorm", "softmax", "elementwise"),
+        (
+            "gemm",
+            "attention",
+            "conv",
+            "rmsnorm",
+            "layernorm",
+            "softmax",
+            "elementwise",
+            "activation",
+            "batchnorm",
+            "copy",
+            "reduce",
+            "pool",
+            "embedding",
+        ),
     ),
+    "tfloat32": ("gemm", "conv"),
     "fp8": ("gemm", "quantize"),
 }
 #: Sizes that are 1 (0: backward) where a row does not say.

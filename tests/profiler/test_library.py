@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def test_what_a_kernel_refuses_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(library, "_measured", refuse)
-    with pytest.raises(ProfilerError, match="no operator of these networks could be measured"):
+    with pytest.raises(ProfilerError, match="no operator could be measured: gemm: no such kernel"):
         profile_library([network()], out=tmp_path / "l")
 
 
@@ -91,6 +92,22 @@ def test_a_list_becomes_a_dataset_of_the_device(tmp_path: Path) -> None:
     assert set(table["device"]) == {"mi210"} and set(table["framework"]) == {"torch"} and table["noise"].max() < 1e-9
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     assert meta["versions"]["torch"] and meta["devices"]["mi210"]["arch"] == "cdna2"
+
+
+def test_a_list_that_takes_too_long_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text(LIST)
+    part, whole = {"max_seconds": 0.02}, {"resume": True}
+
+    def slow(function: Callable[[], Any]) -> Callable[[int], float]:
+        time.sleep(0.01)
+        return ten_microseconds(function)
+
+    kept = {"clock": slow, "out": tmp_path / "out", "device": "mi210"}
+    assert 0 < measure_operators(tmp_path / "list.csv", **part, **kept).new < 7
+    with pytest.raises(DatasetError, match="go on with --resume"):
+        measure_operators(tmp_path / "list.csv", **kept)
+    report = measure_operators(tmp_path / "list.csv", **whole, **kept)
+    assert 0 < report.new < report.labels == 7
 
 
 def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path: Path, command: Command) -> None:
