@@ -1,7 +1,8 @@
 """Labels of libraries' operators, by PyTorch: those of networks on the CPU at hand, and those of a list on its GPU or CPU. Of
 networks there are two labels an operator: with operands in the caches (framework ``torch``), and with weights that no cache
 holds (``torch-cold``), as in a network whose weights are larger than the caches. Runs on a GPU are captured into a CUDA graph:
-labels are without the host."""
+labels are without the host. Products and attention read operands there that no cache holds, as the steps of a language model
+do; those of under a hundredth of the level-2 cache alone are the same in every run."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.engine import SamplingPlan, label, split_half_difference
 from cdmpp.program.aten import Call, arguments_of, calls_of, table_of
 from cdmpp.program.network import load_network
-from cdmpp.program.operators import SIZES, operator_table, runs_in_torch
+from cdmpp.program.operators import SIZES, operator_table, runs_in_torch, work
 
 if TYPE_CHECKING:
     from cdmpp.program.network import Network
@@ -37,8 +39,8 @@ _PARTIAL = "measured.jsonl"
 _TURNS, _LEAST_WEIGHTS, _MOST_COPIES = 2.0, 16_384, 1000
 #: A run of more is not measured.
 _LONGEST_S = 2.0
-#: Runs that one graph holds.
-_IN_GRAPH = 20
+#: Runs that one graph holds at most.
+_IN_GRAPH = 100
 _PLAN = SamplingPlan(min_sample_s=0.001, min_samples=6, max_samples=16, target_noise=0.02, max_measure_s=0.2)
 
 
@@ -119,20 +121,30 @@ def measure_operators(
     runs = runs_in_torch(table)
     failures = Counter(f"{op}: PyTorch has no one kernel of it" for op in table["op"][~runs])
 
+    table["copies"] = 1
+    if not on_cpu and (l2 := here.l2_kb):
+        turns = np.ceil(_TURNS * 1024 * l2 / np.maximum(work(table)["read"], 1.0))
+        table["copies"] = np.where(table["op"].isin(("gemm", "attention")) & (turns <= _IN_GRAPH), turns, 1).astype(int)
+
     def measured(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
         # by default convolutions of float32 are of tfloat32, and products are not
         narrow = row["dtype"] == "tfloat32"
         if narrow and on_cpu:
             raise ProfilerError("a CPU has no tfloat32")
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = narrow
-        return {TORCH: sampled(timed(function_of(row)))}
+        copies = cycle([function_of(row) for _ in range(row["copies"])])
+        return {TORCH: sampled(timed(lambda: next(copies)()))}
 
     jobs = {
         f"{row['dtype']} {_key(row['op'], row)}": (row, partial(measured, row))
         for row in table[runs].to_dict("records")
     }
-    with torch.inference_mode(), torch.device("cpu" if on_cpu else "cuda"):
-        return _labelled(jobs, Path(out), here, failures, resume=resume, max_seconds=max_seconds, progress=progress)
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    try:
+        with torch.inference_mode(), torch.device("cpu" if on_cpu else "cuda"):
+            return _labelled(jobs, Path(out), here, failures, resume=resume, max_seconds=max_seconds, progress=progress)
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _key(name: str, row: Mapping[str, Any]) -> str:
@@ -237,30 +249,30 @@ def wall_clock(function: Callable[..., Any], arguments: Sequence[Any] = (((), {}
 
 
 def graph_clock(function: Callable[[], Any]) -> Callable[[int], float]:
+    """What times so many runs of a function on a GPU, as replays of a graph that holds a millisecond of them."""
     import torch
+
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def elapsed_s(run: Callable[[], Any], times: int) -> float:
+        begun.record()
+        for _ in range(times):
+            run()
+        ended.record()
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # libraries choose kernels and allocate before anything is captured
-        for _ in range(3):
-            function()
+        elapsed_s(function, 2)
+        held = max(1, min(_IN_GRAPH, round(_PLAN.min_sample_s / elapsed_s(function, 1))))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(_IN_GRAPH):
+        for _ in range(held):
             function()
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def run(times: int) -> float:
-        replays = math.ceil(times / _IN_GRAPH)
-        begun.record()
-        for _ in range(replays):
-            graph.replay()
-        ended.record()
-        ended.synchronize()
-        return float(begun.elapsed_time(ended)) / 1e3 * times / (replays * _IN_GRAPH)
-
-    return run
+    return lambda times: elapsed_s(graph.replay, math.ceil(times / held)) * times / (math.ceil(times / held) * held)
 
 
 def sampled(run: Callable[[int], float], sentinel: machine.Sentinel | None = None) -> tuple[float, float]:

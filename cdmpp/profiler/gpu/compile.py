@@ -40,9 +40,9 @@ class CompileError(ProfilerError):
 #: ``spill_load_bytes`` (registers that did not fit); of a block ``shared_bytes`` (static).
 Resources = Mapping[str, Mapping[str, int]]
 
-#: As ``ptxas -v`` says it.
+#: As ``ptxas -v`` says it; NVRTC 13 begins each line anew.
 _KERNEL = re.compile(
-    r"Function properties for '?(?P<kernel>[\w$]+)'?\s+(?P<stack_bytes>\d+) bytes stack frame, "
+    r"Function properties for '?(?P<kernel>[\w$]+)'?\s+(?:ptxas\s+\.\s+)?(?P<stack_bytes>\d+) bytes stack frame, "
     r"(?P<spill_store_bytes>\d+) bytes spill stores, (?P<spill_load_bytes>\d+) bytes spill loads\s+ptxas info\s*: "
     r"Used (?P<registers>\d+) registers(?:.*?(?P<shared_bytes>\d+)(?:\+\d+)? bytes smem)?"
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -103,10 +104,11 @@ def test_a_share_runs_on_its_multiprocessors_alone(gpu: Gpu, share: float) -> No
     assert part.facts.partition == "green context"
     assert part.facts.share_sms <= part.facts.sms * share + 1
     assert part.facts.share_sms >= part.facts.sms * share * 0.8
-    # As many waves as blocks of 300 us on so few multiprocessors make.
-    blocks = 32 * part.facts.share_sms
-    kernel = spin(300_000, part.facts.arch, blocks=2 * blocks)
-    assert labels(part, [kernel], 1)[0] > 1.1 / share * labels(gpu, [kernel], 1)[0] * 0.8
+    # 32 blocks at a time on each multiprocessor: 8 waves on all of them.
+    kernel = spin(300_000, part.facts.arch, blocks=8 * 32 * part.facts.sms)
+    waves = math.ceil(8 * part.facts.sms / part.facts.share_sms)
+    assert labels(gpu, [kernel], 1)[0] == pytest.approx(8 * 300e-6, rel=0.1)
+    assert labels(part, [kernel], 1)[0] == pytest.approx(waves * 300e-6, rel=0.1)
 
 
 def test_faults_and_hangs_cost_one_record_each(gpu: Gpu) -> None:
