@@ -49,12 +49,14 @@ _KERNEL = re.compile(
 
 
 def parse_ptxas(log: str) -> Resources:
-    """The resources of each kernel from the output of ``ptxas -v``."""
+    """The resources of each kernel from the output of ``ptxas -v`` (CompileError: it says nothing)."""
     found = {}
     for match in _KERNEL.finditer(log):
         taken = match.groupdict(default="0")
         kernel = taken.pop("kernel")
         found[kernel] = {name: int(number) for name, number in taken.items()}
+    if not found:
+        raise CompileError(f"ptxas does not say what kernels take: {log[:200]!r}")
     return found
 
 
@@ -102,6 +104,8 @@ class NvrtcCompiler:
             from cuda.bindings import nvrtc
 
             major, minor = self._call(nvrtc.nvrtcVersion())
+            # What comes from its cache comes without ptxas' words, and says nothing of how long compiling takes.
+            self._options = (*_OPTIONS, *(("--no-cache",) if (major, minor) >= (12, 9) else ()))
             self.archs = {f"sm_{number}" for number in self._call(nvrtc.nvrtcGetSupportedArchs())[0]}
         except (ImportError, RuntimeError) as err:  # no cuda-bindings, or no library that they can load
             raise ProfilerError(f"NVRTC needs cuda-bindings and nvidia-cuda-nvrtc: {err}") from err
@@ -122,7 +126,7 @@ class NvrtcCompiler:
         lines = [line for line in source.splitlines() if line.strip() != "#include <cuda.h>"]
         text = _NVRTC_PREAMBLE + "\n".join(lines)
         (program,) = self._call(nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], []))
-        options = [f"--gpu-architecture={arch}", "-default-device", *_OPTIONS]
+        options = [f"--gpu-architecture={arch}", "-default-device", *self._options]
         options += [f"--include-path={folder}" for folder in self._include]
         try:
             status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
