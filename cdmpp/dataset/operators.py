@@ -16,8 +16,9 @@ from cdmpp.files import replacing, write_text
 from cdmpp.program.operators import COLUMNS, SIZES, operator_table
 
 OPERATOR_FILE = "operators.parquet"
-#: Frameworks of PyTorch's kernels; on a CPU with weights in the caches, and with weights that no cache holds.
-TORCH, TORCH_COLD = "torch", "torch-cold"
+#: Frameworks of PyTorch's kernels: on a CPU with weights in the caches, and with weights that no cache holds; and calls that a
+#: GPU's host made one by one, whose time is in them.
+TORCH, TORCH_COLD, TORCH_CALLS = "torch", "torch-cold", "torch-calls"
 
 #: Column of a label -> what it is.
 LABELS: dict[str, str] = {

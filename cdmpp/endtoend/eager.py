@@ -1,14 +1,16 @@
-"""What a network takes on a CPU when PyTorch runs it eagerly: its ATen operators priced one by one, and added up.
+"""What a network takes when PyTorch runs it eagerly: its ATen operators priced one by one, and added up.
 
-Float32, ``inference_mode``, contiguous tensors, oneDNN on, as many threads as the share has cores. A run touches all weights:
-where they and the largest results do not fit the last cache together, no operator finds its weights there.
+Float32, ``inference_mode``, contiguous tensors. On a CPU oneDNN is on, and there are as many threads as the share has cores. A
+run touches all weights: where they and the largest results do not fit the last cache together, no operator finds its weights
+there. On a GPU convolutions are in tfloat32 where it has units for that, as PyTorch has it by default, and Python calls
+operators while others run: the longer of both counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +27,9 @@ from cdmpp.program.operators import work
 if TYPE_CHECKING:
     import pandas as pd
 
+#: Seconds of Python and PyTorch for an operator of a GPU, and how much hosts differ (standard deviation of logarithms): of the
+#: networks written in ``benchmarks/eager.py`` on two machines, 14 to 25 us.
+_CALL_S, _HOSTS = 19e-6, 0.2
 #: Cycles around an operator that finds its code in no cache: 9.5 us, fitted to what 27 networks of training took on a Zen 4.
 #: A result comes from memory once, unlike that of an operator that is repeated: at the rate of one core of a Zen 4.
 _CALL_CYCLES, _RESULT_GB_S = 35_000.0, 27.0
@@ -42,36 +47,46 @@ def eager_latency(
     model: OperatorModel | None = None,
     price_per_hour: float | None = None,
     coverage: float = COVERAGE,
+    launch_overhead_us: float | None = None,
 ) -> LatencyReport:
-    """Predict one run of a network on cores of a CPU. NetworkError: it cannot be found or exported, or is no PyTorch network.
-    PredictorError: the operators that the model knows are of no CPU."""
-    model = load_operator_model(kind="cpu") if model is None else model
+    """Predict one run of a network on a GPU or cores of a CPU, where a call takes so many microseconds (None: what it usually
+    takes). NetworkError: it cannot be found or exported, or is no PyTorch network. PredictorError: the operators that the model
+    knows are of another kind of device."""
+    on_cpu = device.kind == "cpu"
+    model = load_operator_model(kind=device.kind) if model is None else model
     loaded = load_network(network) if isinstance(network, str) else network
     with raised_as(NetworkError, f"{loaded.name} cannot be priced", RuntimeError, LookupError, TypeError):
         calls = calls_of(loaded.export() if loaded.operators is None else loaded.operators())
     if not calls:
         raise NetworkError(f"network {loaded.name} has no operator: there is nothing to predict")
     table = table_of(calls)
+    if not on_cpu and "tfloat32_matrix" in device.peak_gflops:
+        table["dtype"] = table["dtype"].mask(table["op"] == "conv", "tfloat32")
     known = (table["known"].astype(bool) | table["kernel"].isin(model.inputs[-1])).to_numpy()
     weights = {node: bytes_ for call in calls for node, bytes_ in call.weight_sizes.items()}
     todo = work(table)
     results = todo["read"] + todo["written"] - table["weight_bytes"].to_numpy(dtype=np.float64)
     together = sum(weights.values()) + float(results.max())
     kept = _KEPT * 1024 * (device.l3_kb or device.l2_kb or 0.0)
-    cold = (table["weight_bytes"] > 0).to_numpy() & (together > kept)
+    cold = (table["weight_bytes"] > 0).to_numpy() & (together > kept) & on_cpu
     priced = np.zeros((3, len(table)))
     for framework, at in ((BEST, ~cold), (TORCH_COLD, cold)):
         if at.any():
             priced[:, at] = model.interval(table[at], device, framework)
-    seconds, low, high = priced + todo["written"] / (1e9 * _RESULT_GB_S)
+    seconds, low, high = priced + on_cpu * todo["written"] / (1e9 * _RESULT_GB_S)
     spread = np.log(high / low) / (2 * NormalDist().inv_cdf(0.95))
     wider = NormalDist().inv_cdf((1 + coverage) / 2) / NormalDist().inv_cdf(0.95)
     low, high = (seconds * (end / seconds) ** wider for end in (low, high))
-    clock = 1e6 * (device.working_mhz or 2500.0)
-    calls_s = _CALL_CYCLES * len(calls) / clock
-    total = float(seconds.sum()) + calls_s
+    call_s = _CALL_CYCLES / (1e6 * (device.working_mhz or 2500.0)) if on_cpu else _CALL_S
+    call_s = call_s if launch_overhead_us is None else 1e-6 * launch_overhead_us
+    calls_s = call_s * len(calls)
+
+    def together_s(kernels: Any, of_host: Any = 0.0) -> Any:
+        return kernels + calls_s if on_cpu else np.maximum(kernels, calls_s * np.exp(_HOSTS * of_host))
+
+    total = float(together_s(seconds.sum()))
     layers, start = [], 0.0
-    own = calls_s / len(calls)
+    own = (total - float(seconds.sum())) / len(calls)
     for call, familiar, took, least, most in zip(calls, known, seconds, low, high, strict=True):
         layers.append(
             LayerLatency(
@@ -92,22 +107,22 @@ def eager_latency(
     rng = np.random.default_rng(0)
     common = _COMMON if device.name in model.devices else _COMMON_ELSEWHERE
     drawn = rng.normal(0, 1, (_DRAWS, len(seconds))) * spread + rng.normal(0, common, (_DRAWS, 1))
-    sums = (seconds * np.exp(drawn)).sum(1) + calls_s
+    sums = together_s((seconds * np.exp(drawn)).sum(1), rng.normal(0, 1, _DRAWS))
     chance_low, chance_high = (float(q) for q in np.quantile(sums, [(1 - coverage) / 2, (1 + coverage) / 2]))
     return LatencyReport(
         network=loaded.name,
         device=device.name,
         schedule="torch",
         latency_s=total,
-        low_s=min(float(low.sum()) + calls_s, chance_low),
-        high_s=max(float(high.sum()) + calls_s, chance_high),
+        low_s=min(float(together_s(low.sum(), -2.0)), chance_low),
+        high_s=max(float(together_s(high.sum(), 2.0)), chance_high),
         independent_low_s=min(chance_low, total),
         independent_high_s=max(chance_high, total),
         coverage=coverage,
         kernel_s=float(seconds.sum()),
-        gap_s=calls_s,
+        gap_s=own * len(calls),
         launches=float(len(calls)),
-        launch_overhead_us=1e6 * _CALL_CYCLES / clock,
+        launch_overhead_us=1e6 * call_s,
         streams=1,
         serial_s=total,
         layers=tuple(layers),
@@ -115,8 +130,10 @@ def eager_latency(
         cost_per_million=None if price_per_hour is None else 1e6 * total / 3600 * price_per_hour,
         measured_s=None,
         assumptions=(
-            "PyTorch runs it eagerly: float32, inference_mode, oneDNN, warm",
-            f"weights {'do not fit' if cold.any() else 'stay in'} the last cache from one run to the next",
+            "PyTorch runs it eagerly: float32, inference_mode, warm",
+            f"weights {'do not fit' if cold.any() else 'stay in'} the last cache from one run to the next"
+            if on_cpu
+            else "convolutions in tfloat32 where the device has it; Python calls operators while others run",
             INTERVAL,
             INDEPENDENT,
         ),

@@ -97,8 +97,8 @@ def predict_latency(
     what is no latency too."""
     check_coverage(coverage)
     resolved = with_known_clock(device)
-    if runs_eagerly(network, runtime, schedule) and resolved.kind == "cpu":
-        return eager_latency(network, resolved, None, price_per_hour, coverage)  # type: ignore[arg-type]
+    if runs_eagerly(network, runtime, schedule):
+        return eager_latency(network, resolved, None, price_per_hour, coverage, launch_overhead_us)  # type: ignore[arg-type]
     if runtime == "torch" and resolved.kind == "cpu":
         raise NetworkError("PyTorch runs networks, not tasks, on a CPU: give a network's name or file")
     if runtime == "tvm" and str(schedule) == UNTUNED and resolved.kind == "gpu":
@@ -170,13 +170,12 @@ def compare_devices(
     resolved = [get_device(device) for device in devices]
     eager = runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED))
     source: Any = network
-    if not eager or any(device.kind == "gpu" for device in resolved):
+    if not eager:
         predictor, source = load_predictor(predictor), network_tasks(network, data)
     prices = prices or {}
     reports = []
     for name, device in {device.name: device for device in resolved}.items():
-        given = network if eager and device.kind == "cpu" else source
-        reports.append(predict_latency(given, device, predictor, price_per_hour=prices.get(name), **options))
+        reports.append(predict_latency(source, device, predictor, price_per_hour=prices.get(name), **options))
     reports.sort(key=lambda report: report.latency_s)
     costs = {r.device: r.cost_per_million for r in reports if r.cost_per_million is not None}
     notes = [

@@ -72,8 +72,6 @@ _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
 _NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.8
 #: By what scores take longer where a mask hides half of them: what left-out GPUs were predicted well by.
 _MASKED = 2.0
-#: Norm by which the time of a device and of its host make up that of an operator: nearly the longer one.
-_HOST_NORM = 8.0
 #: Elements of the longest row that one warp of PyTorch's softmax holds, and threads of a block of its layer norm (ATen,
 #: PersistentSoftmax.cuh and layer_norm_kernel.cu); the part of a core's shared memory and first cache that keeps their rows
 #: (0.35 to 0.45 erred alike on NeuSight's GPUs left out, 0.3 and 0.5 more).
@@ -158,8 +156,7 @@ class Constants:
     """How far libraries get, the same on all devices: parts of the peak, of the bandwidth of memory and of that of the last
     cache that are reached; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm
     by which times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing;
-    with what power of the energy there is for an operation the part of the peak grows; and seconds that the host takes to
-    launch an operator meanwhile, which only labels of eager PyTorch have in them.
+    and with what power of the energy there is for an operation the part of the peak grows.
 
     The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together.
     """
@@ -173,10 +170,9 @@ class Constants:
     cycles: float = 4300.0
     block_cycles: float = 500.0
     energy_power: float = 0.1
-    host: float = 1e-9
 
     def vector(self) -> FloatArray:
-        """Logarithms, float64 (10,)."""
+        """Logarithms, float64 (9,)."""
         return np.log(list(asdict(self).values()))
 
     @classmethod
@@ -212,8 +208,7 @@ class Mechanism:
         return Mechanism(clock=self.clock, **arrays)
 
     def parts(self, constants: Constants) -> dict[str, FloatArray]:
-        """Seconds that each part of the device is busy, each float64 (n,); "launch" is before and after all others,
-        "host" while they go on."""
+        """Seconds that each part of the device is busy, each float64 (n,); "launch" is before and after all others."""
         c = constants
         with np.errstate(over="ignore"):
             kept = 1 / (1 + (self.moved / c.kept) ** c.kept_power)
@@ -225,15 +220,13 @@ class Mechanism:
             "memory and caches": self.memory_s * (1 - kept) / c.memory + (self.cache_s * kept + self.again_s) / c.cache,
             "start of blocks": self.blocks * c.block_cycles / self.clock,
             "launch": self.launches * c.cycles / self.clock,
-            "host": np.full(len(self.blocks), c.host),
         }
 
     def estimate(self, constants: Constants) -> FloatArray:
         """Seconds, float64 (n,)."""
-        *busy, launch, host = self.parts(constants).values()
-        together = np.sum([part**constants.norm for part in busy], axis=0) ** (1 / constants.norm) + launch
-        longer: FloatArray = (together**_HOST_NORM + host**_HOST_NORM) ** (1 / _HOST_NORM)
-        return longer
+        *busy, launch = self.parts(constants).values()
+        together: FloatArray = np.sum([part**constants.norm for part in busy], axis=0) ** (1 / constants.norm)
+        return together + launch
 
 
 def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:

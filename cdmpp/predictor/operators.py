@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from cdmpp.dataset.operators import TORCH, TORCH_COLD
+from cdmpp.dataset.operators import TORCH, TORCH_CALLS, TORCH_COLD
 from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import read_json, write_text
@@ -55,7 +55,8 @@ _LONG_HEAD = 128
 _FILE, _WEIGHTS, _MEASURED = "operators.json", "operators.safetensors", "measured.parquet"
 #: Operators of a kind and device that are kept with a model, at most.
 _KEPT_ROWS = 120
-#: Peaks and cores of one architecture closer than this make devices nearly the same.
+#: Peaks and cores of one architecture closer than this make devices nearly the same; bandwidths closer than three times it, as
+#: an H200 is an H100 with other memory.
 _ALIKE = 0.15
 #: Parts of what the network says that are tried on devices left out, and by what factor it may err more than the estimate on a
 #: family: for element-wise operators it was a fifth as wrong on two of seven, and two to three times on two others.
@@ -63,17 +64,18 @@ _TRUST, _HARM = (0.0, 0.25, 0.5, 0.75, 1.0), 1.05
 #: Nothing of it is trusted before so many families of devices can be left out: with three of GPUs it made attention twice as
 #: wrong. CPUs run the same kernels of PyTorch, so that one may tell of another.
 _FAMILIES_TO_TRUST = {"gpu": 4, "cpu": 1}
-#: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults: more where PyTorch launched the
-#: kernels, as small ones do not tell the host from the device; and one vendor's to those of all (both chosen on GPUs left out).
-_LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0, 0.005, 1e-9])
-_HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0, 1.0, 1e-3])
-_HELD, _HELD_LAUNCHED, _HELD_VENDOR, _OUTLIER = 0.02, 0.08, 0.03, 0.15
+#: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults, and one vendor's to those of all
+#: (chosen on GPUs left out).
+_LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0, 0.005])
+_HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0, 1.0])
+_HELD, _HELD_VENDOR, _OUTLIER = 0.02, 0.03, 0.15
 #: Where the fit of attention of one query starts: keys come in their order, so that the cache has all of them or none.
 _STREAMS, _KEPT_HELD = Constants(kept=1.0, kept_power=7.0), 0.3
-#: The quantile of a device's labels that is about what the host needs.
-_SHORTEST = 0.02
-#: Kinds without labels -> the kind whose constants serve, but for the launch: that was not measured in recorded graphs. A root
-#: mean square is one pass of an engine's fused kernel over its rows, unlike PyTorch's layer norm with its two.
+#: Of PyTorch's single calls those count that take so many times as long as the shortest (this quantile), less so much of it:
+#: the host takes 25 to 45 us to launch an operator, half of it before the GPU begins, which runs a small one in 1 to 3.
+_HOSTED, _SHORTEST, _BEFORE = 4.0, 0.02, 0.5
+#: Kinds without labels -> the kind whose constants serve. A root mean square is one pass of an engine's fused kernel over its
+#: rows, unlike PyTorch's layer norm with its two.
 _ALIKE_KINDS = {
     **dict.fromkeys(("elementwise", "silu_mul", "embedding", "rmsnorm"), "elementwise float32"),
     "layernorm": "layernorm float32",
@@ -423,12 +425,16 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
 
     Where all that measured an operator are usually slower than others, nothing says what is fastest: of attention, whose
     frameworks have several kernels each, these count, not frameworks. Attention to a single key is left out: it has no
-    kernel of its own, but was timed with those for many queries."""
+    kernel of its own, but was timed with those for many queries. So are single calls that the host made long."""
     if all(get_device(name).kind == "cpu" for name in set(table["device"])):
         return table.assign(framework=table["framework"].replace(TORCH, BEST)).reset_index(drop=True)
+    shortest = table["seconds"].groupby([table[name] for name in ("device", "op", "framework")], observed=True)
+    hosted = (table["framework"] == TORCH_CALLS) & (
+        table["seconds"] < _HOSTED * shortest.transform("quantile", _SHORTEST)
+    )
+    single = (table["op"] == "attention") & (table["longest"] <= 1)
     table = table.assign(framework=table["framework"].where(table["framework"].isin(FRAMEWORKS), TORCH))
-    attends = table["op"] == "attention"
-    table = table[~(attends & (table["longest"] <= 1))].reset_index(drop=True)
+    table = table[~(hosted | single)].reset_index(drop=True)
     attends, kernel = table["op"] == "attention", table["kernel"] if "kernel" in table else table["framework"]
     source = table["framework"].where(~attends, table["framework"] + " " + kernel.fillna("").astype(str))
     keys = ["device", "op", "dtype", "kv_dtype", *SIZES]
@@ -460,7 +466,7 @@ def families(devices: Sequence[Device]) -> dict[str, int]:
                 other.arch == device.arch
                 and abs(math.log((other.cores or 1) / (device.cores or 1))) < _ALIKE
                 and abs(math.log(_peak(other) / _peak(device))) < _ALIKE
-                and abs(math.log((other.bandwidth_gb_s or 1) / (device.bandwidth_gb_s or 1))) < 2 * _ALIKE
+                and abs(math.log((other.bandwidth_gb_s or 1) / (device.bandwidth_gb_s or 1))) < 3 * _ALIKE
             )
         ]
         found[device.name] = found[alike[0].name] if alike else i
@@ -601,58 +607,46 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
 def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
     """Constants of each kind, on the fastest kernels of all devices, each of which counts alike; of GPUs of several vendors,
     whose libraries differ, also those of each (``gemm float32@amd``); and of kinds that have no labels those of the kind most
-    like it, but for what its labels have of launches."""
+    like it."""
     found: dict[str, Constants] = {}
     of_kind = pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str)
     best = (table["framework"] == BEST).to_numpy()
     for kind in np.unique(of_kind[best]):
         part = table[best & (of_kind == kind)].reset_index(drop=True)
-        frameworks = table[of_kind == kind].groupby("device")["framework"].agg(set)
-        launched = {name for name, measured in frameworks.items() if measured == {BEST, TORCH}}
         devices: list[tuple[Device, _Labels]] = []
         for name, at in part.groupby("device").indices.items():
             at = at[:_FITTED_ROWS]
             target = np.log(part["seconds"].to_numpy(dtype=np.float64)[at])
             device = get_device(str(name))
             devices.append((device, (mechanism(part.iloc[at], device), target, 1 / math.sqrt(len(at)))))
-        start, held = Constants(), np.full(len(_LOW), _HELD_LAUNCHED if launched else _HELD)
+        start, held = Constants(), np.full(len(_LOW), _HELD)
         if " decode" in kind and devices[0][0].kind == "gpu":
             start, held[3:5] = _STREAMS, _KEPT_HELD  # kept and kept_power
-        found[str(kind)] = _fit([labels for _, labels in devices], start, held, bool(launched))
+        found[str(kind)] = _fit([labels for _, labels in devices], start, held)
         vendors = sorted({device.vendor for device, _ in devices if device.kind == "gpu"})
         for vendor in vendors if len(vendors) > 1 else ():
             own = {device.name: labels for device, labels in devices if device.vendor == vendor}
-            hosted, held = bool(launched & set(own)), np.full(len(_LOW), _HELD_VENDOR)
-            found[f"{kind}@{vendor}"] = _fit(list(own.values()), found[str(kind)], held, hosted)
+            found[f"{kind}@{vendor}"] = _fit(list(own.values()), found[str(kind)], np.full(len(_LOW), _HELD_VENDOR))
     found |= {kind: found[like] for kind, like in _SERVED_BY.items() if like in found}
-    usual = Constants()
     for kind, like in _ALIKE_KINDS.items():
         if kind not in found:
             there = {name.removeprefix(like): own for name, own in found.items() if name.partition("@")[0] == like}
-            found |= {
-                kind + vendor: replace(own, cycles=usual.cycles, host=usual.host) for vendor, own in there.items()
-            }
+            found |= {kind + vendor: own for vendor, own in there.items()}
     return found
 
 
-def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray, launched: bool) -> Constants:
-    """Constants that are ``held`` to others ``like`` them, the host's to the shortest operators: these are only fitted where
-    PyTorch ``launched`` them, as engines measure in recorded graphs and MIOpen single kernels."""
+def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray) -> Constants:
+    """Constants that are ``held`` to others ``like`` them."""
     from scipy.optimize import least_squares
 
-    shortest = math.exp(np.median([np.quantile(y, _SHORTEST) for _, y, _ in devices]))
-    start = replace(like, host=shortest if launched else Constants().host).vector()
-    free = len(start) - (not launched)
+    start = like.vector()
 
     def off(logs: FloatArray) -> FloatArray:
-        constants = Constants.of(np.append(logs, start[free:]))
-        errors = [w * _soft(np.log(m.estimate(constants)) - y) for m, y, w in devices]
-        return np.concatenate([*errors, held[:free] * (logs - start[:free])])
+        errors = [w * _soft(np.log(m.estimate(Constants.of(logs))) - y) for m, y, w in devices]
+        return np.concatenate([*errors, held * (logs - start)])
 
-    low, high = _LOW[:free], _HIGH[:free]
-    inside = np.clip(start[:free], low + 1e-6, high - 1e-6)
-    found = least_squares(off, inside, bounds=(low, high), max_nfev=40, ftol=1e-4).x
-    return Constants.of(np.append(found, start[free:]))
+    inside = np.clip(start, _LOW + 1e-6, _HIGH - 1e-6)
+    return Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40, ftol=1e-4).x)
 
 
 def _soft(errors: FloatArray) -> FloatArray:

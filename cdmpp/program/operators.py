@@ -93,25 +93,12 @@ COLLECTIVES = ("all_reduce", "send_recv")
 _OF_TORCH = {
     **dict.fromkeys(
         ("float64", "float32", "float16", "bfloat16"),
-        (
-            "gemm",
-            "attention",
-            "conv",
-            "rmsnorm",
-            "layernorm",
-            "softmax",
-            "elementwise",
-            "activation",
-            "batchnorm",
-            "copy",
-            "reduce",
-            "pool",
-            "embedding",
-        ),
+        ("gemm", "attention", "conv", "rmsnorm", "layernorm", "softmax", "elementwise", "activation", "batchnorm", "copy",
+         "reduce", "pool", "embedding"),
     ),
     "tfloat32": ("gemm", "conv"),
     "fp8": ("gemm", "quantize"),
-}
+}  # fmt: skip
 #: Sizes that are 1 (0: backward) where a row does not say.
 _DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}
 #: Vector instructions an element: read, mean, scale and the like. Their exact number hardly matters, memory bounds them.

@@ -1,4 +1,4 @@
-"""What PyTorch takes for a network on a CPU: known answers with a model of fixed numbers, and what ships."""
+"""What PyTorch takes for a network: known answers with a model of fixed numbers, and what ships."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Fixed:
 
     def interval(self, table: Any, device: Any, framework: str) -> tuple[Any, Any, Any]:
         seconds = np.full(len(table), {BEST: 1e-3, TORCH_COLD: 2e-3}[framework])
+        self.asked = dict(zip(table["op"], table["dtype"], strict=True))
         return seconds, 0.5 * seconds, 1.5 * seconds
 
 
@@ -56,6 +57,18 @@ def test_operators_are_added_up_and_cold_weights_cost_more() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2400, 2400), torch.nn.Linear(2400, 2400))
     cold = eager_latency(Network.from_torch(module, [torch.randn(1, 2400)]), ZEN4, Fixed())  # type: ignore[arg-type]
     assert cold.kernel_s == pytest.approx(4e-3, rel=1e-3) and "do not fit" in " ".join(cold.assumptions)
+
+
+def test_on_a_gpu_the_longer_of_kernels_and_calls_counts() -> None:
+    report = eager_latency(mlp(64), get_device("h200"), Fixed())  # type: ignore[arg-type]
+    assert report.latency_s == report.kernel_s == pytest.approx(6e-3) and report.gap_s == pytest.approx(0.0)
+    slow = eager_latency(mlp(64), get_device("h200"), Fixed(), launch_overhead_us=2000.0)  # type: ignore[arg-type]
+    assert slow.latency_s == pytest.approx(12e-3) and slow.independent_low_s < 11e-3 < 13e-3 < slow.independent_high_s
+    assert slow.gap_s == pytest.approx(6e-3) == slow.kernel_s and slow.launch_overhead_us == 2000.0
+    network, model = Network.from_torch(torch.nn.Conv2d(3, 8, 3), [torch.randn(1, 3, 9, 9)]), Fixed()
+    for device, dtype in (("h200", "tfloat32"), ("v100-pcie-32gb", "float32"), (ZEN4.name, "float32")):
+        eager_latency(network, get_device(device), model)  # type: ignore[arg-type]
+        assert model.asked == {"conv": dtype}, "as PyTorch has it by default"
 
 
 def test_what_is_not_known_is_named() -> None:

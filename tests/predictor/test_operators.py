@@ -77,16 +77,18 @@ def test_rows_are_read_again_from_the_nearest_that_has_room() -> None:
         assert seen.again_s[0] == pytest.approx(cache * seen.cache_s[0] / 2), (op, n)
 
 
-def test_constants_are_a_vendors_and_the_host_is_in_those_of_eager_pytorch_alone() -> None:
-    table = gemms([(2**i, 4096, 1) for i in range(18)], "float32").assign(op="elementwise", framework="torch")
-    true = dict.fromkeys(["a100-pcie-40gb", "t4"], Constants(host=3e-5)) | {"mi100": Constants(memory=0.4)}
-    parts = [table.assign(device=d, seconds=mechanism(table, get_device(d)).estimate(true[d])) for d in true]
-    every = training_table(pd.concat(parts, ignore_index=True))
+def test_constants_are_a_vendors_and_calls_that_the_host_made_long_do_not_count() -> None:
+    table = gemms([(2**i, 4096, 1) for i in range(18)], "float32").assign(op="elementwise", framework="torch-calls")
+    true = dict.fromkeys(["a100-pcie-40gb", "t4"], Constants()) | {"mi100": Constants(memory=0.4)}
+    kernels = [mechanism(table, get_device(d)).estimate(own) for d, own in true.items()]
+    long = [np.maximum(seconds + 1.5e-5, 3e-5) for seconds in kernels]  # half of 30 us before the GPU begins
+    called = pd.concat([table.assign(device=d, seconds=s) for d, s in zip(true, long, strict=True)], ignore_index=True)
+    every = training_table(called)
+    assert 0 < len(every) < len(training_table(called.replace("torch-calls", "torch"))) == 2 * len(called)
+    assert every["seconds"].min() > 1.04e-4 and set(every["framework"]) == {"best", "torch"}
     amd, nvidia = (constants_of("elementwise float32", fit_constants(every), vendor) for vendor in ("amd", "nvidia"))
-    assert nvidia.host == pytest.approx(3e-5, rel=0.05) and amd.host < 1e-5 and amd.memory < 0.5 < nvidia.memory
-    recorded = replace(nvidia, cycles=Constants().cycles, host=Constants().host)
-    assert constants_of("rmsnorm", fit_constants(every), "nvidia") == recorded
-    assert max(own.host for own in fit_constants(every.replace("torch", "vllm")).values()) < 2e-9
+    assert amd.memory < 0.5 < nvidia.memory and nvidia.cycles == pytest.approx(Constants().cycles, rel=0.1)
+    assert constants_of("rmsnorm", fit_constants(every), "nvidia") == nvidia
 
 
 def test_energy_and_winograd_change_what_is_reached_and_a_missing_unit_is_said_and_replaced() -> None:

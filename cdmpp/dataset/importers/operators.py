@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from cdmpp.dataset.importers.common import Import, ImportReport, Paths, Progress, evenly, require_columns
-from cdmpp.dataset.operators import write_operators
+from cdmpp.dataset.operators import TORCH_CALLS, write_operators
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError
 from cdmpp.program.operators import operator_table, seen_pairs, work
@@ -201,7 +201,7 @@ def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
         "in_channels": ins,
         "out_channels": outs,
     }
-    labels = _labels(frame.assign(seconds=_number(frame, "latency_ms") / 1e3), "torch", "none")
+    labels = _labels(frame.assign(seconds=_number(frame, "latency_ms") / 1e3), TORCH_CALLS, "none")
     return labels.assign(op=op.map(kinds).fillna("elementwise"), dtype=_text(frame, "dtype", "float32"), **sizes)
 
 
