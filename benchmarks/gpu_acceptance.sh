@@ -6,8 +6,11 @@
 # STEP   all           every step below that is not done yet
 #        unit          the tests marked `cuda`
 #        correct       outputs of programs of each task against the task's reference
-#        throughput-1, throughput-2, throughput-3
-#                      alone, alone again, together: labels/s and agreement of the labels
+#        throughput-alone, throughput-together
+#                      labels/s from source, one program at a time, and with builders and lanes side by side, whose calibration
+#                      says how far labels are from those taken alone
+#        operators     PyTorch's kernels of the list OPERATORS (`cdmpp finetune --device h200 --tasks 2000 --out FILE.csv`)
+#        networks      networks run by PyTorch, for `benchmarks/eager.py --measured`
 #        collect-1.0, collect-0.75, collect-0.5, collect-0.25
 #                      data collection on the whole GPU and on shares of it; all of them, one call after another
 #        tune          a small network tuned on this GPU and on a share of it, if TVM is on this machine too
@@ -15,7 +18,7 @@
 # OUT    results; a folder with the results of earlier calls goes on where they stopped
 #
 # A step that ran out of time exits with 75: call it again. Each file in OUT stays under 16 MB.
-# Environment: PYTHON (python3), STEP_SECONDS (480), SHARE_PROGRAMS (2200), THROUGHPUT_PROGRAMS (160), TUNE_TRIALS (300).
+# Environment: PYTHON (python3), STEP_SECONDS (480), SHARE_PROGRAMS (2200), THROUGHPUT_PROGRAMS (160), TUNE_TRIALS (300), OPERATORS.
 set -euo pipefail
 step=${1:?which step?}; bundle=${2:?which bundle?}; out=${3:?where to?}
 cd "$(dirname "$0")/.."
@@ -42,14 +45,21 @@ correct() {
   finish correct "${CORRECT_PROGRAMS:-1500}" correct
 }
 
-throughput() { # number, part
-  timeout "$STEP_SECONDS" "$PYTHON" benchmarks/gpu_throughput.py "$bundle" --programs "$THROUGHPUT_PROGRAMS" \
-    --out "$out/throughput" --part "$2"
+throughput() { # part, options
+  "$PYTHON" -m cdmpp measure "$bundle" --from-source --limit "$THROUGHPUT_PROGRAMS" --out "$out/throughput-$1" \
+    --budget "$STEP_SECONDS" --json "$out/throughput-$1.json" "${@:2}"
   mark "throughput-$1"
-  if is_done throughput-1 && is_done throughput-2 && is_done throughput-3; then
-    "$PYTHON" benchmarks/gpu_throughput.py "$bundle" --programs "$THROUGHPUT_PROGRAMS" --out "$out/throughput" \
-      --json "$out/throughput.json" | tee "$out/throughput.txt"
-  fi
+}
+
+operators() {
+  [ -n "${OPERATORS:-}" ] || { echo "operators: skipped: no list"; return; }
+  "$PYTHON" -m cdmpp measure "$OPERATORS" --out "$out/operators" --resume --budget "$STEP_SECONDS"
+  mark operators
+}
+
+networks() {
+  "$PYTHON" benchmarks/eager.py --device "$(device_of_bundle)" --measured "$out/networks.json"
+  mark networks
 }
 
 # What it prints counts: seen on a GPU's machine, Python aborts on exit, as pyarrow's threads are still starting.
@@ -101,17 +111,16 @@ run() {
   case "$1" in
     unit) unit ;;
     correct) correct ;;
-    throughput-1) throughput 1 alone ;;
-    throughput-2) throughput 2 alone_again ;;
-    throughput-3) throughput 3 together ;;
-    tune) tune ;;
+    throughput-alone) throughput alone --workers 1 --no-overlap ;;
+    throughput-together) throughput together ;;
+    operators | networks | tune) "$1" ;;
     collect-*) collect "${1#collect-}" ;;
     *) echo "gpu_acceptance: unknown step $1" >&2; exit 2 ;;
   esac
 }
 
 if [ "$step" = all ]; then
-  for name in unit correct throughput-1 throughput-2 throughput-3 collect-1.0 collect-0.5 collect-0.25 collect-0.75 tune; do
+  for name in unit correct operators networks throughput-alone throughput-together collect-{1.0,0.5,0.25,0.75} tune; do
     is_done "$name" || run "$name"
   done
   echo "all steps are done: $out"

@@ -269,6 +269,8 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     converts = (table["dtype"] != table["kv_dtype"]).to_numpy() & (device.mcpu not in _NEWEST)
     longer, flash = np.where(converts, _CONVERTED, 1.0), device.mcpu in _FLASH
     launches = np.where(decodes, launches * longer * (_FLASH_LAUNCH if flash else 1.0), 1.0)
+    if device.kind == "gpu":  # a kernel for each step of a recurrent network
+        launches = np.where(np.isin(op, tuple(GATES)), size["tokens"], launches)
     seconds = {
         "matrix": np.where(todo["matrix"] > 0, compute, 0.0),
         "vector": todo["vector"] / (cores * lanes * clock),

@@ -48,6 +48,8 @@ _Labels = tuple[Mechanism, FloatArray, float]
 BEST = "best"
 FRAMEWORKS = (BEST, "vllm", "sglang", "trtllm", TORCH, "miopen", "triton", "nccl", "pipeweave", TORCH_COLD)
 _OPS, _DTYPES = tuple(OPERATORS), tuple(ELEMENT_BYTES)
+#: Elements of a head up to which PyTorch has a kernel of attention.
+_LONGEST_HEAD = 256
 #: Data types whose products have kernels of their own.
 _NARROW = ("fp8", "fp8_block", "fp8_static", "nvfp4", "int8", "sq")
 #: Elements of a head beyond which attention has other kernels.
@@ -69,6 +71,8 @@ _FAMILIES_TO_TRUST = {"gpu": 4, "cpu": 1}
 _LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0, 0.005])
 _HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0, 1.0])
 _HELD, _HELD_VENDOR, _OUTLIER = 0.02, 0.03, 0.15
+#: How much more the cycles of a launch are: where all labels are long they would make up for what else differs.
+_HELD_LAUNCH = np.array([1.0, 1, 1, 1, 1, 1, 5, 1, 1])
 #: Where the fit of attention of one query starts: keys come in their order, so that the cache has all of them or none.
 _STREAMS, _KEPT_HELD = Constants(kept=1.0, kept_power=7.0), 0.3
 #: Of PyTorch's single calls those count that take so many times as long as the shortest (this quantile), less so much of it:
@@ -432,7 +436,9 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
     hosted = (table["framework"] == TORCH_CALLS) & (
         table["seconds"] < _HOSTED * shortest.transform("quantile", _SHORTEST)
     )
-    single = (table["op"] == "attention") & (table["longest"] <= 1)
+    single = (table["op"] == "attention") & (
+        (table["longest"] <= 1) | ((table["head_dim"] > _LONGEST_HEAD) & (table["framework"] == TORCH))
+    )
     table = table.assign(framework=table["framework"].where(table["framework"].isin(FRAMEWORKS), TORCH))
     table = table[~(hosted | single)].reset_index(drop=True)
     attends, kernel = table["op"] == "attention", table["kernel"] if "kernel" in table else table["framework"]
@@ -619,14 +625,14 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
             target = np.log(part["seconds"].to_numpy(dtype=np.float64)[at])
             device = get_device(str(name))
             devices.append((device, (mechanism(part.iloc[at], device), target, 1 / math.sqrt(len(at)))))
-        start, held = Constants(), np.full(len(_LOW), _HELD)
+        start, held = Constants(), _HELD * _HELD_LAUNCH
         if " decode" in kind and devices[0][0].kind == "gpu":
             start, held[3:5] = _STREAMS, _KEPT_HELD  # kept and kept_power
         found[str(kind)] = _fit([labels for _, labels in devices], start, held)
         vendors = sorted({device.vendor for device, _ in devices if device.kind == "gpu"})
         for vendor in vendors if len(vendors) > 1 else ():
             own = {device.name: labels for device, labels in devices if device.vendor == vendor}
-            found[f"{kind}@{vendor}"] = _fit(list(own.values()), found[str(kind)], np.full(len(_LOW), _HELD_VENDOR))
+            found[f"{kind}@{vendor}"] = _fit(list(own.values()), found[str(kind)], _HELD_VENDOR * _HELD_LAUNCH)
     found |= {kind: found[like] for kind, like in _SERVED_BY.items() if like in found}
     for kind, like in _ALIKE_KINDS.items():
         if kind not in found:
