@@ -15,22 +15,15 @@ _COUNT, _BUFFER, _ARGUMENT = Register.R15, Register.R14, Register.RBX
 _SAVED = (Register.RBX, Register.R14, Register.R15)
 _FIRST: dict[int, Any] = {128: Register.XMM0, 256: Register.YMM0, 512: Register.ZMM0}
 _CODES = {
-    ("fma", 128): Code.VEX_VFMADD231PS_XMM_XMM_XMMM128,
-    ("fma", 256): Code.VEX_VFMADD231PS_YMM_YMM_YMMM256,
-    ("fma", 512): Code.EVEX_VFMADD231PS_ZMM_K1Z_ZMM_ZMMM512B32_ER,
-    ("divide", 128): Code.VEX_VDIVPS_XMM_XMM_XMMM128,
-    ("divide", 256): Code.VEX_VDIVPS_YMM_YMM_YMMM256,
-    ("divide", 512): Code.EVEX_VDIVPS_ZMM_K1Z_ZMM_ZMMM512B32_ER,
-    ("shuffle", 128): Code.VEX_VUNPCKLPS_XMM_XMM_XMMM128,
-    ("shuffle", 256): Code.VEX_VUNPCKLPS_YMM_YMM_YMMM256,
-    ("shuffle", 512): Code.EVEX_VUNPCKLPS_ZMM_K1Z_ZMM_ZMMM512B32,
-    ("load", 128): Code.VEX_VMOVUPS_XMM_XMMM128,
-    ("load", 256): Code.VEX_VMOVUPS_YMM_YMMM256,
-    ("load", 512): Code.EVEX_VMOVUPS_ZMM_K1Z_ZMMM512,
-    ("store", 128): Code.VEX_VMOVUPS_XMMM128_XMM,
-    ("store", 256): Code.VEX_VMOVUPS_YMMM256_YMM,
+    ("fma", 128): Code.VEX_VFMADD231PS_XMM_XMM_XMMM128, ("fma", 256): Code.VEX_VFMADD231PS_YMM_YMM_YMMM256,
+    ("fma", 512): Code.EVEX_VFMADD231PS_ZMM_K1Z_ZMM_ZMMM512B32_ER, ("divide", 128): Code.VEX_VDIVPS_XMM_XMM_XMMM128,
+    ("divide", 256): Code.VEX_VDIVPS_YMM_YMM_YMMM256, ("divide", 512): Code.EVEX_VDIVPS_ZMM_K1Z_ZMM_ZMMM512B32_ER,
+    ("shuffle", 128): Code.VEX_VUNPCKLPS_XMM_XMM_XMMM128, ("shuffle", 256): Code.VEX_VUNPCKLPS_YMM_YMM_YMMM256,
+    ("shuffle", 512): Code.EVEX_VUNPCKLPS_ZMM_K1Z_ZMM_ZMMM512B32, ("load", 128): Code.VEX_VMOVUPS_XMM_XMMM128,
+    ("load", 256): Code.VEX_VMOVUPS_YMM_YMMM256, ("load", 512): Code.EVEX_VMOVUPS_ZMM_K1Z_ZMMM512,
+    ("store", 128): Code.VEX_VMOVUPS_XMMM128_XMM, ("store", 256): Code.VEX_VMOVUPS_YMMM256_YMM,
     ("store", 512): Code.EVEX_VMOVUPS_ZMMM512_K1Z_ZMM,
-}
+}  # fmt: skip
 
 Body = list[Instruction]
 

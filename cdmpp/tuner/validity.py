@@ -39,17 +39,9 @@ VERDICTS_FILE, PROGRAMS_FOLDER = "validity.parquet", "programs"
 _SHIPPED = Path(__file__).with_name("validity_cuda.json")
 #: The trees. XGBoost would start from the rows' mean: one margin, whatever the rows, needs no fitting.
 _TREES: dict[str, Any] = {
-    "max_depth": 5,
-    "eta": 0.1,
-    "min_child_weight": 2.0,
-    "subsample": 0.8,
-    "colsample_bytree": 0.5,
-    "tree_method": "hist",
-    "objective": "binary:logistic",
-    "base_score": 0.5,
-    "nthread": 1,
-    "verbosity": 0,
-}
+    "max_depth": 5, "eta": 0.1, "min_child_weight": 2.0, "subsample": 0.8, "colsample_bytree": 0.5,
+    "tree_method": "hist", "objective": "binary:logistic", "base_score": 0.5, "nthread": 1, "verbosity": 0,
+}  # fmt: skip
 _NUMBER = 60
 #: Log odds are kept within this: no count of programs seen makes another one certain.
 _MOST_LOG_ODDS = 6.0
@@ -79,18 +71,9 @@ _OF_PROGRAM = tuple(name for name in LEAF_FEATURES if name.startswith("program_"
 #: What a block, thread or multiprocessor may take; of the architecture's (:class:`~cdmpp.profiler.gpu.limits.ArchLimits`)
 #: all but the first two.
 LIMITS: tuple[str, ...] = (
-    "is_gpu",
-    "warp_size",
-    "threads_per_block",
-    "threads_per_sm",
-    "shared_static_bytes",
-    "shared_optin_bytes",
-    "shared_per_sm_bytes",
-    "registers_per_thread",
-    "registers_per_block",
-    "registers_per_sm",
-    "async_copies",
-)
+    "is_gpu", "warp_size", "threads_per_block", "threads_per_sm", "shared_static_bytes", "shared_optin_bytes",
+    "shared_per_sm_bytes", "registers_per_thread", "registers_per_block", "registers_per_sm", "async_copies",
+)  # fmt: skip
 #: What a program asks for -> the limit that it meets. Registers are guessed twice: from the arrays that a thread
 #: allocates, and with what the straight-line code touches.
 _DEMANDS: dict[str, str] = {

@@ -64,17 +64,12 @@ TARGETS = {
 
 #: Specifications of splits, made of the golden dataset; the last is that of the weights that ship.
 SPLITS = (
-    "by_network",
-    "by_network:heldout=3;seed=1",
-    "by_network:heldout=swin_tiny+gpt2;valid=googlenet+vgg16;adapt=0.5;seed=2",
-    "by_task",
-    "by_task:test=0.3;valid=0.2;seed=3",
-    "within_task",
-    "within_task:test=0.5;seed=4",
-    f"by_device:heldout={CPUS[0]}",
+    "by_network", "by_network:heldout=3;seed=1",
+    "by_network:heldout=swin_tiny+gpt2;valid=googlenet+vgg16;adapt=0.5;seed=2", "by_task",
+    "by_task:test=0.3;valid=0.2;seed=3", "within_task", "within_task:test=0.5;seed=4", f"by_device:heldout={CPUS[0]}",
     f"by_device:heldout={CPUS[3]}+{CPUS[2]};adapt=0.5;seed=5",
     "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;others=0.1;seed=0",
-)
+)  # fmt: skip
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -87,16 +87,12 @@ def _slow() -> None:
 
 
 FREEZE: dict[str, Callable[[], Any]] = {
-    "asts": golden.store_asts,
-    "predictor": _predictor,
+    "asts": golden.store_asts, "predictor": _predictor,
     "predictions": lambda: write_arrays("predictions", golden.predictions()),
-    "encodings": lambda: write_arrays("encodings", golden.encodings()),
-    "counts": _counts,
+    "encodings": lambda: write_arrays("encodings", golden.encodings()), "counts": _counts,
     "splits": lambda: write_json("splits", golden.splits(golden.dataset())),
-    "options": lambda: write_json("options", commands.options()),
-    "quick": _quick,
-    "slow": _slow,
-}
+    "options": lambda: write_json("options", commands.options()), "quick": _quick, "slow": _slow,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

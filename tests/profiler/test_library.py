@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +97,16 @@ def test_a_list_becomes_a_dataset_of_the_device(tmp_path: Path) -> None:
 
 def test_a_list_that_takes_too_long_goes_on(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text(LIST)
-    part, whole = {"max_seconds": 0.02}, {"resume": True}
 
     def slow(function: Callable[[], Any]) -> Callable[[int], float]:
         time.sleep(0.01)
         return ten_microseconds(function)
 
-    kept = {"clock": slow, "out": tmp_path / "out", "device": "mi210"}
-    assert 0 < measure_operators(tmp_path / "list.csv", **part, **kept).new < 7
+    asked = partial(measure_operators, tmp_path / "list.csv", tmp_path / "out", "mi210", clock=slow)
+    assert 0 < asked(max_seconds=0.02).new < 7
     with pytest.raises(DatasetError, match="go on with --resume"):
-        measure_operators(tmp_path / "list.csv", **kept)
-    report = measure_operators(tmp_path / "list.csv", **whole, **kept)
+        asked()
+    report = asked(resume=True)
     assert 0 < report.new < report.labels == 7
 
 

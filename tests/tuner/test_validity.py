@@ -144,14 +144,9 @@ def dataset_of(path: Path, records: list[tuple[str, str, float | None]]) -> Path
 
 def test_records_become_rows(tmp_path: Path) -> None:
     records = [
-        ("a", "ok", 1e-3),
-        ("b", "build_error", None),
-        ("c", "run_timeout", None),
-        ("c", "ok", 1e-3),
-        ("d", "device_lost", None),
-        ("t0", "ok", 1e-3),
-        ("b", "run_error", None),
-    ]
+        ("a", "ok", 1e-3), ("b", "build_error", None), ("c", "run_timeout", None), ("c", "ok", 1e-3),
+        ("d", "device_lost", None), ("t0", "ok", 1e-3), ("b", "run_error", None),
+    ]  # fmt: skip
     data = read_validity([dataset_of(tmp_path / "d", records)])
     assert dict(zip(data.table["program"], data.valid, strict=True)) == {"a": True, "b": False, "c": True}
     for lost in ([], [dataset_of(tmp_path / "lost", [("a", "device_lost", None)])]):

@@ -188,29 +188,13 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
     of_gpu = (LoopKind.BLOCK_IDX, LoopKind.THREAD_IDX, LoopKind.VTHREAD)
     blocks, threads, vthreads = (product(kind == own) for own in of_gpu)
     columns = [
-        nest.n,
-        iterations,
-        domain,
-        iterations / np.maximum(domain, 1.0),
-        product(serial & ~nest.reduction),
-        product(serial & nest.reduction),
-        product(nest.reduction),
-        product(~used),
-        parallel,
-        nest.points[np.arange(len(inner)), inner],
-        vector,
-        divisor,
-        vector != divisor,
-        product((kind == LoopKind.VECTORIZED) & ~nest.vector),
-        product(nest.unrolled),
-        blocks,
-        threads,
-        vthreads,
-        iterations / (blocks * threads),
-        table.leaf["max_step"],
-        table.leaf["explicit"],
+        nest.n, iterations, domain, iterations / np.maximum(domain, 1.0), product(serial & ~nest.reduction),
+        product(serial & nest.reduction), product(nest.reduction), product(~used), parallel,
+        nest.points[np.arange(len(inner)), inner], vector, divisor, vector != divisor,
+        product((kind == LoopKind.VECTORIZED) & ~nest.vector), product(nest.unrolled), blocks, threads, vthreads,
+        iterations / (blocks * threads), table.leaf["max_step"], table.leaf["explicit"],
         *[np.ceil(parallel / n) * n / parallel for n in CORES],
-    ]
+    ]  # fmt: skip
     return np.stack(columns, axis=1)
 
 
@@ -322,29 +306,15 @@ def _slots(table: LeafTable, nest: LoopNest, feet: Footprints, moved: FloatArray
     allocated = access["allocated"]
     below = np.clip(nest.n[leaf] - access["prefix"], 0, depths - 1)
     columns = [
-        access["itemsize"],
-        access["stores"],
-        access["loads"],
-        access["scope"] == 1,
-        access["scope"] == 2,
-        allocated,
-        access["irregular"],
-        stride[at, nest.simd[leaf]],
-        *[stride[:, k] if k < depths - 1 else np.zeros(n) for k in range(3)],
-        feet.runs[at, nest.tile[leaf]],
-        feet.elements[at, nest.tile[leaf]],
-        registers,
-        *[feet.lines[:, min(k, depths - 1)] for k in SLOT_DEPTHS],
-        feet.lines[:, -1],
-        feet.elements[:, -1] * access["itemsize"],
-        feet.storage,
-        iterations / feet.data[:, -1],
-        np.where(carries, feet.working_set[leaf, first], 0.0),
-        np.where(allocated, feet.working_set[leaf, below], 0.0),
-        np.where(allocated, iterations / nest.points[leaf, below], 0.0),
-        moved[CAPACITIES.index(32 << 10)],
+        access["itemsize"], access["stores"], access["loads"], access["scope"] == 1, access["scope"] == 2, allocated,
+        access["irregular"], stride[at, nest.simd[leaf]],
+        *[stride[:, k] if k < depths - 1 else np.zeros(n) for k in range(3)], feet.runs[at, nest.tile[leaf]],
+        feet.elements[at, nest.tile[leaf]], registers, *[feet.lines[:, min(k, depths - 1)] for k in SLOT_DEPTHS],
+        feet.lines[:, -1], feet.elements[:, -1] * access["itemsize"], feet.storage, iterations / feet.data[:, -1],
+        np.where(carries, feet.working_set[leaf, first], 0.0), np.where(allocated, feet.working_set[leaf, below], 0.0),
+        np.where(allocated, iterations / nest.points[leaf, below], 0.0), moved[CAPACITIES.index(32 << 10)],
         moved[CAPACITIES.index(512 << 10)],
-    ]
+    ]  # fmt: skip
     values = np.stack(columns, axis=1)
     assert values.shape[1] == len(SLOT_FEATURES)
     order = np.lexsort((at, -feet.elements[:, -1], -moved[CAPACITIES.index(32 << 10)], -values[:, 1], leaf))
