@@ -119,7 +119,7 @@ OPTIONS = {
     "key": Option("with --rpc: what the boards are registered as", "KEY"),
     "ray": Option("build and measure on the Ray cluster of this head (HOST:PORT), or on a local one", "ADDRESS|local"),
     # tuning
-    "compile": Option("compile N, measure the one best by its instructions (default: 4 with --rpc)", "N"),
+    "compile": Option("compile N, measure the one best by its instructions (default: 4 on x86 CPUs)", "N"),
     "budget_s": Option("stop after a time such as 10m, earlier runs included", "T", type=duration),
     "cpu_budget_s": Option("stop after so much CPU time of search, building and measuring", "T", type=duration),
     "energy_budget_j": Option(

@@ -186,7 +186,7 @@ class TuneConfig:
     #: Measure on boards with a key at a TVM RPC tracker, HOST:PORT (:func:`cdmpp.profiler.rpc.connect`).
     rpc: str | None = None
     key: str | None = None
-    #: Candidates compiled for each one measured, which is predicted fastest from its instructions (None: 4 on a board, 1 else).
+    #: Candidates compiled for each one measured, which is predicted fastest from its instructions (None: 4 on x86 CPUs).
     compile: int | None = None
     #: A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
     gpu: str | None = None

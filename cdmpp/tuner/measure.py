@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Median difference to labels taken alone that a calibrated degree may have, and programs that it is found with.
 _TOLERANCE, CALIBRATION_PROGRAMS = 0.02, 40
-#: Candidates compiled for each one that a board measures.
-_OF_BOARDS = 4
+#: Candidates compiled for each one measured, where compiled code tells.
+_OF_EACH = 4
 #: Cores that build what one measuring process measures; 3 to 9 in ``benchmarks/results/doppler.json``.
 _BUILDERS_FED = 4
 
@@ -201,8 +201,8 @@ def make_engine(
 
 def compiled_for_each(config: TuneConfig, device: Device) -> int:
     """Candidates that are compiled for each one measured; TunerError where code that is asked for tells nothing."""
-    asked = config.compile or (_OF_BOARDS if config.rpc is not None else 1)
-    if asked == 1:
+    asked = config.compile or _OF_EACH
+    if asked == 1 or (config.compile is None and (device.kind != "cpu" or config.ray is not None)):
         return 1
     from cdmpp.predictor.predictor import load_predictor
 
