@@ -4,15 +4,6 @@ from cdmpp.device.spec import DEVICE_FEATURES, GENERAL_DEVICE_FEATURES, Device, 
 from cdmpp.device.table import DeviceTable, add_device_file, detect, detect_gpus, get_device, known_devices, load_table
 
 __all__ = [
-    "DEVICE_FEATURES",
-    "GENERAL_DEVICE_FEATURES",
-    "Device",
-    "DeviceTable",
-    "add_device_file",
-    "detect",
-    "detect_gpus",
-    "device_features",
-    "get_device",
-    "known_devices",
-    "load_table",
-]
+    "DEVICE_FEATURES", "GENERAL_DEVICE_FEATURES", "Device", "DeviceTable", "add_device_file", "detect", "detect_gpus",
+    "device_features", "get_device", "known_devices", "load_table",
+]  # fmt: skip

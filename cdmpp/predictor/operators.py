@@ -71,8 +71,9 @@ _FAMILIES_TO_TRUST = {"gpu": 4, "cpu": 1}
 _LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0, 0.005])
 _HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0, 1.0])
 _HELD, _HELD_VENDOR, _OUTLIER = 0.02, 0.03, 0.15
-#: How much more the cycles of a launch are: where all labels are long they would make up for what else differs.
-_HELD_LAUNCH = np.array([1.0, 1, 1, 1, 1, 1, 5, 1, 1])
+#: How much more the cycles of a launch are held, and where no label is as short as this (seconds): they would make up for what
+#: else differs.
+_LAUNCH, _HELD_LAUNCH, _SHORT, _HELD_UNSEEN = 6, 5.0, 2e-5, 500.0
 #: Where the fit of attention of one query starts: keys come in their order, so that the cache has all of them or none.
 _STREAMS, _KEPT_HELD = Constants(kept=1.0, kept_power=7.0), 0.3
 #: Of PyTorch's single calls those count that take so many times as long as the shortest (this quantile), less so much of it:
@@ -429,7 +430,8 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
 
     Where all that measured an operator are usually slower than others, nothing says what is fastest: of attention, whose
     frameworks have several kernels each, these count, not frameworks. Attention to a single key is left out: it has no
-    kernel of its own, but was timed with those for many queries. So are single calls that the host made long."""
+    kernel of its own, but was timed with those for many queries. So are single calls that the host made long. PyTorch's
+    attention of one query or of long heads is not the fastest: engines have other kernels."""
     if all(get_device(name).kind == "cpu" for name in set(table["device"])):
         return table.assign(framework=table["framework"].replace(TORCH, BEST)).reset_index(drop=True)
     shortest = table["seconds"].groupby([table[name] for name in ("device", "op", "framework")], observed=True)
@@ -452,6 +454,8 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
     slow = above.groupby(of_source, dropna=False).transform("median") > 1 + _SLOW
     unknown = slow.groupby(number).transform("all") & (attends | ~several)
     fastest = best.idxmin()
+    short = (table["tokens"] <= table["sequences"]) | (table["head_dim"] > _LONG_HEAD)
+    unknown |= attends & short & (table["framework"] == TORCH) & (table["dtype"] != "float32")
     fastest = fastest[~unknown.loc[fastest].to_numpy()]
     of_framework = table["seconds"].groupby([number, table["framework"]]).idxmin()
     parts = [table.loc[fastest].assign(framework=BEST), table.loc[of_framework]]
@@ -625,14 +629,14 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
             target = np.log(part["seconds"].to_numpy(dtype=np.float64)[at])
             device = get_device(str(name))
             devices.append((device, (mechanism(part.iloc[at], device), target, 1 / math.sqrt(len(at)))))
-        start, held = Constants(), _HELD * _HELD_LAUNCH
+        start, held = Constants(), np.full(len(_LOW), _HELD)
         if " decode" in kind and devices[0][0].kind == "gpu":
             start, held[3:5] = _STREAMS, _KEPT_HELD  # kept and kept_power
         found[str(kind)] = _fit([labels for _, labels in devices], start, held)
         vendors = sorted({device.vendor for device, _ in devices if device.kind == "gpu"})
         for vendor in vendors if len(vendors) > 1 else ():
             own = {device.name: labels for device, labels in devices if device.vendor == vendor}
-            found[f"{kind}@{vendor}"] = _fit(list(own.values()), found[str(kind)], _HELD_VENDOR * _HELD_LAUNCH)
+            found[f"{kind}@{vendor}"] = _fit(list(own.values()), found[str(kind)], np.full(len(_LOW), _HELD_VENDOR))
     found |= {kind: found[like] for kind, like in _SERVED_BY.items() if like in found}
     for kind, like in _ALIKE_KINDS.items():
         if kind not in found:
@@ -645,7 +649,8 @@ def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray) -> Const
     """Constants that are ``held`` to others ``like`` them."""
     from scipy.optimize import least_squares
 
-    start = like.vector()
+    start, shortest = like.vector(), min(float(np.exp(y.min())) for _, y, _ in devices)
+    held[_LAUNCH] *= _HELD_LAUNCH if shortest < _SHORT else _HELD_UNSEEN
 
     def off(logs: FloatArray) -> FloatArray:
         errors = [w * _soft(np.log(m.estimate(Constants.of(logs))) - y) for m, y, w in devices]

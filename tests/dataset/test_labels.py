@@ -14,26 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from cdmpp.dataset import Dataset, load_datasets, noise_floor_mape
-from cdmpp.dataset.view import (
-    LABEL_COLUMNS,
-    MIN_REMEASURED,
-    disturbance,
-    label_fingerprint,
-    label_table,
-    remeasured_difference,
-)
+
+from cdmpp.dataset.view import (  # isort: skip
+    LABEL_COLUMNS, MIN_REMEASURED, disturbance, label_fingerprint, label_table, remeasured_difference,
+)  # fmt: skip
 from cdmpp.errors import FAILURE_KINDS
-from tests.samples.datasets import (
-    DEVICE,
-    OTHER_DEVICE,
-    add_all,
-    add_measured,
-    failure,
-    program,
-    record,
-    small_dataset,
-    task,
-)
+
+from tests.samples.datasets import (  # isort: skip
+    DEVICE, OTHER_DEVICE, add_all, add_measured, failure, program, record, small_dataset, task,
+)  # fmt: skip
 
 
 def records(rows: list[dict[str, Any]]) -> pd.DataFrame:

@@ -22,17 +22,9 @@ from cdmpp.dataset.record import MAX_ERROR_CHARS, RECORD_COLUMNS, SCHEMAS, write
 from cdmpp.dataset.store import RowStore, write_dataset
 from cdmpp.errors import DatasetError, LabelError, SchemaVersionError
 from cdmpp.program.types import Program, Task
-from tests.samples.datasets import (
-    DEVICE,
-    OTHER_DEVICE,
-    add_all,
-    add_measured,
-    failure,
-    program,
-    record,
-    small_dataset,
-    space,
-    task,
+
+from tests.samples.datasets import (  # isort: skip
+    DEVICE, OTHER_DEVICE, add_all, add_measured, failure, program, record, small_dataset, space, task,
 )  # fmt: skip
 
 
