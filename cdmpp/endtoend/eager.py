@@ -8,7 +8,6 @@ operators while others run: the longer of both counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +103,9 @@ def eager_latency(
             )
         )
         start += float(took) + own
+    notes = _notes(table[~known], seconds[~known].sum() / seconds.sum(), device, model)
+    if not on_cpu and calls_s > seconds.sum():
+        notes.append(f"Python's calls bound it: the kernels alone take {1e3 * seconds.sum():.3g} ms (--launch-us 0)")
     rng = np.random.default_rng(0)
     common = _COMMON if device.name in model.devices else _COMMON_ELSEWHERE
     drawn = rng.normal(0, 1, (_DRAWS, len(seconds))) * spread + rng.normal(0, common, (_DRAWS, 1))
@@ -137,11 +139,11 @@ def eager_latency(
             INTERVAL,
             INDEPENDENT,
         ),
-        notes=tuple(_notes(table[~known], seconds[~known].sum() / seconds.sum(), device, model)),
+        notes=tuple(notes),
     )
 
 
-def _notes(unknown: pd.DataFrame, part: float, device: Device, model: OperatorModel) -> Sequence[str]:
+def _notes(unknown: pd.DataFrame, part: float, device: Device, model: OperatorModel) -> list[str]:
     notes = []
     if device.name not in model.devices:
         notes.append(

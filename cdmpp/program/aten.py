@@ -145,7 +145,7 @@ def _sizes(name: str, node: Any) -> tuple[dict[str, Any], bool]:
     if kind in ("copy", "maybe_view"):
         return {"op": "copy", "m": max(1.0, out / _run(node)), "n": _run(node), "inputs": inputs}, True
     op = "activation" if kind == "activation" else "elementwise"
-    return {"op": op, "m": 1.0, "n": out, "inputs": inputs}, kind == "activation"
+    return {"op": op, "m": 1.0, "n": out, "inputs": inputs}, kind in ("activation", "elementwise")
 
 
 def _run(node: Any) -> float:

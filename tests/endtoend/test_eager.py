@@ -64,7 +64,7 @@ def test_on_a_gpu_the_longer_of_kernels_and_calls_counts() -> None:
     assert report.latency_s == report.kernel_s == pytest.approx(6e-3) and report.gap_s == pytest.approx(0.0)
     slow = eager_latency(mlp(64), get_device("h200"), Fixed(), launch_overhead_us=2000.0)  # type: ignore[arg-type]
     assert slow.latency_s == pytest.approx(12e-3) and slow.independent_low_s < 11e-3 < 13e-3 < slow.independent_high_s
-    assert slow.gap_s == pytest.approx(6e-3) == slow.kernel_s and slow.launch_overhead_us == 2000.0
+    assert slow.gap_s == pytest.approx(6e-3) == slow.kernel_s and "calls bound it" in " ".join(slow.notes)
     network, model = Network.from_torch(torch.nn.Conv2d(3, 8, 3), [torch.randn(1, 3, 9, 9)]), Fixed()
     for device, dtype in (("h200", "tfloat32"), ("v100-pcie-32gb", "float32"), (ZEN4.name, "float32")):
         eager_latency(network, get_device(device), model)  # type: ignore[arg-type]
