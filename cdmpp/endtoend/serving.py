@@ -206,7 +206,7 @@ def _report(
         notes.append(f"{device.name}: corrected by operators that were measured on it")
     elif unmeasured := sorted(set(kinds(table)) - set(model.devices.get(device.name, ()))):
         notes.append(
-            f"{device.name} was never measured: intervals are those of devices left out ({', '.join(unmeasured)})"
+            f"on {device.name} these were never measured, with intervals of devices left out: {', '.join(unmeasured)}"
         )
     return ServingReport(
         network=name,
