@@ -18,8 +18,7 @@ from cdmpp.dataset.record import read_parquet, write_parquet
 from cdmpp.dataset.store import load_datasets
 from cdmpp.device import Device
 from cdmpp.errors import CdmppError, DatasetError
-from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
-from cdmpp.program.codegen.compile import ObjectCache
+from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION, ObjectCache
 from cdmpp.program.codegen.core import core_name, core_of, counts_key
 from cdmpp.program.codegen.counts import codegen_features, compiled_features, require_decoder
 from cdmpp.program.space import Rebuilder

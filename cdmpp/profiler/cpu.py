@@ -375,7 +375,7 @@ class ObjectBuilder:
     def __init__(
         self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig, cpu: Device | None = None
     ) -> None:
-        from cdmpp.program.codegen.compile import ObjectCache
+        from cdmpp.program.codegen import ObjectCache
 
         folder = folder or config.work_folder()
         with (folder / f"stderr-{os.getpid()}").open("ab") as complaints:  # of C++ code, too

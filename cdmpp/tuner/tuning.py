@@ -162,9 +162,7 @@ class _Tuning:
                 if self._of_each == 1:
                     measurer = measure.Measurer(measure.make_engine(config, device, degree, self._executor))
                 else:
-                    from cdmpp.tuner.compiled import ChoosingMeasurer
-
-                    measurer = ChoosingMeasurer(config, device, degree, self._executor, self._of_each)
+                    measurer = measure.ChoosingMeasurer(config, device, degree, self._executor, self._of_each)
                 open_.enter_context(measurer)
             progress.start(config.batch)
             if cores is None:

@@ -13,8 +13,8 @@ from cdmpp.dataset.record import Record, write_parquet
 from cdmpp.dataset.store import write_dataset
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError
-from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION
-from cdmpp.program.codegen.compile import ObjectCache, compile_to_shared_object
+from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION, ObjectCache
+from cdmpp.program.codegen.compile import compile_to_shared_object
 from cdmpp.program.codegen.core import counts_key
 from cdmpp.program.space import Rebuilder
 from tests.samples.programs import matmul_task, sampled

@@ -19,7 +19,7 @@ from cdmpp.errors import ProfilerError
 from cdmpp.profiler.cpu import CpuConfig
 from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.profiler.machine import core_groups
-from cdmpp.program.codegen.compile import ObjectCache
+from cdmpp.program.codegen import ObjectCache
 from tests.samples.programs import (
     QUICK_CPU,
     TARGET,

@@ -21,8 +21,7 @@ from cdmpp.profiler.engine import Engine
 from cdmpp.program import import_tvm
 from cdmpp.program.space import Rebuilder
 from cdmpp.tuner import Objective, TuneConfig, tune_tasks
-from cdmpp.tuner.compiled import ChoosingMeasurer
-from cdmpp.tuner.measure import compiled_for_each
+from cdmpp.tuner.measure import ChoosingMeasurer, compiled_for_each
 from tests.golden.golden import FOLDER
 from tests.samples.programs import QUICK_CPU, TARGET, as_it_is, endless_task, matmul_task, sampled, segfault_task
 

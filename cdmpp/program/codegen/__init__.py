@@ -6,14 +6,21 @@ of its latency and is not in the AST. Counting it needs a compilation, which a c
 (:attr:`cdmpp.predictor.config.LossConfig.codegen_weight`), and one may be given them where a program is compiled for its
 prediction.
 
-Here are the names of what is counted, for those who only read counts. To count: ``disassemble`` what ``compile`` or a file
-gives, find ``blocks``, ``values`` in registers, ``trips``, ``strides``, ``counts`` by kind, and what ``loops`` take on a
-``core``.
+Here are the names of what is counted, for those who only read counts, and objects kept between runs. To count: ``disassemble``
+what ``compile`` or a file gives, find ``blocks``, ``values`` in registers, ``trips``, ``strides``, ``counts`` by kind, and what
+``loops`` take on a ``core``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cdmpp.files import replacing
 
 if TYPE_CHECKING:
     from cdmpp.device import Device
@@ -64,3 +71,36 @@ COUNTING_VERSION = 3
 def is_counted(device: Device) -> bool:
     """Whether the instructions of programs compiled for a device can be counted: those of x86 CPUs."""
     return device.target.get("kind") == "llvm" and device.vendor in ("intel", "amd")
+
+
+def code_key(target: Mapping[str, Any]) -> str:
+    """Identifies the code that a target dictionary makes.
+
+    The number of cores is not part of it: it steers the design space, not the code that is generated.
+    """
+    key = json.dumps({k: v for k, v in target.items() if k != "num-cores"}, sort_keys=True)
+    return hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
+
+
+class ObjectCache:
+    """Shared objects kept between runs, by program and :func:`code_key` of the target."""
+
+    def __init__(self, folder: str | Path | None, target: Mapping[str, Any]) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._suffix = code_key(target)
+
+    def _path(self, program: str) -> Path | None:
+        return None if self._folder is None else self._folder / program[:2] / f"{program}-{self._suffix}.so"
+
+    def find(self, program: str) -> Path | None:
+        """Where the object of a program is kept; None if it is not."""
+        path = self._path(program)
+        return path if path is not None and path.exists() else None
+
+    def keep(self, program: str, built: Path) -> None:
+        """Keep a copy of an object."""
+        path = self._path(program)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as draft:
+                shutil.copyfile(built, draft)

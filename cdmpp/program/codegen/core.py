@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cdmpp.files import shipped_table
+from cdmpp.program.codegen import code_key
 from cdmpp.program.codegen.blocks import Address, Instruction
-from cdmpp.program.codegen.compile import code_key
 
 if TYPE_CHECKING:
     from cdmpp.device import Device

@@ -12,8 +12,7 @@ import pytest
 from cdmpp.device import get_device
 from cdmpp.errors import CdmppError, ProgramError
 from cdmpp.program import import_tvm
-from cdmpp.program.codegen import CODEGEN_FEATURES
-from cdmpp.program.codegen.compile import code_key
+from cdmpp.program.codegen import CODEGEN_FEATURES, code_key
 from cdmpp.program.codegen.counts import instruction_counts, kinds_of
 from tests.program.codegen.assembly import CASES, code, counts
 from tests.samples.programs import te_task
