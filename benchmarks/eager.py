@@ -25,7 +25,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from cdmpp.device import Device, get_device
-from cdmpp.endtoend import predict_latency, smallest_share
+from cdmpp.endtoend import smallest_share
+from cdmpp.endtoend.eager import eager_latency
+from cdmpp.predictor.operators import load_operator_model
 from cdmpp.profiler import machine
 from cdmpp.profiler.engine import label, split_half_difference
 from cdmpp.profiler.library import graph_clock, sampled, wall_clock
@@ -167,10 +169,13 @@ def main() -> None:
             args.measured.write_text(json.dumps(measured))
             return
     cases = {name: case for name, case in cases.items() if f"{name} {devices[0].name}" in measured}
-    runs = [(name, device) for name in cases for device in devices]
+    runs, model = (
+        [(name, device) for name in cases for device in devices],
+        load_operator_model(args.model, devices[0].kind),
+    )
     rows: list[dict[str, Any]] = []
     for name, device in runs:
-        predicted = predict_latency(Network.from_torch(*cases[name], name), device)
+        predicted = eager_latency(Network.from_torch(*cases[name], name), device, model)
         seconds, noise, *kernels_s = measured[f"{name} {device.name}"]
         low, high = predicted.independent_low_s or 0.0, predicted.independent_high_s or 0.0
         rows.append(
