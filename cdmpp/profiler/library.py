@@ -29,7 +29,7 @@ from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.engine import SamplingPlan, label, split_half_difference
 from cdmpp.program.aten import Call, arguments_of, calls_of, table_of
 from cdmpp.program.network import load_network
-from cdmpp.program.operators import SIZES, operator_table, runs_in_torch, work
+from cdmpp.program.operators import GATES, SIZES, operator_table, runs_in_torch, work
 
 if TYPE_CHECKING:
     from cdmpp.program.network import Network
@@ -313,10 +313,16 @@ def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
     if op == "gemm":
         sides = [() if batch == 1 else (batch,)] * 2
         a, b = (tensor(*side, rows, size["k"]) for side, rows in zip(sides, (m, n), strict=True))
+        if not narrow and batch == 1 and kernel in ("linear", "addmm"):
+            bias = tensor(n)
+            return lambda: functional.linear(a, b, bias)
         if not narrow:
             return lambda: torch.matmul(a, b.transpose(-1, -2))
         a, b, scale = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones(())
         return lambda: torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+    if op in GATES:
+        cell, x = getattr(torch.nn, op.upper())(size["k"], n, dtype=dtype), tensor(size["tokens"], m, size["k"])
+        return lambda: cell(x)
     if op == "attention":
         sequences, heads, dim = (size[name] for name in ("sequences", "heads", "head_dim"))
         queries, keys = (size[name] // sequences for name in ("tokens", "kv_tokens"))

@@ -94,7 +94,7 @@ _OF_TORCH = {
     **dict.fromkeys(
         ("float64", "float32", "float16", "bfloat16"),
         ("gemm", "attention", "conv", "rmsnorm", "layernorm", "softmax", "elementwise", "activation", "batchnorm", "copy",
-         "reduce", "pool", "embedding"),
+         "reduce", "pool", "embedding", "lstm", "gru"),
     ),
     "tfloat32": ("gemm", "conv"),
     "fp8": ("gemm", "quantize"),
@@ -243,8 +243,8 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
 
 
 def runs_in_torch(table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Which operators PyTorch alone can run as one kernel: not attention with a window, or of several new queries after others,
-    nor products of fp8 that are not of whole 16 x 16 blocks."""
+    """Which operators PyTorch alone can run as one kernel (of recurrent ones each step): not attention with a window, or of
+    several new queries after others, nor products of fp8 that are not of whole 16 x 16 blocks."""
     names = ("n", "k", "sequences", "tokens", "kv_tokens", "pairs")
     size = {name: table[name].to_numpy(dtype=np.float64) for name in names}
     known = [op in _OF_TORCH.get(dtype, ()) for op, dtype in zip(table["op"], table["dtype"], strict=True)]
