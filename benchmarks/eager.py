@@ -38,8 +38,6 @@ HELD_OUT = ("densenet121", "gcn", "inception_v3", "vgg16", "efficientnet_b0", "g
 _SAMPLES, _LEAST_S = 15, 1.0
 #: All networks are measured so often, one after the other; the round in the middle counts: neighbours come and go.
 _ROUNDS = 3
-#: What is compared with what -> the same of kernels alone.
-_ALONE = {"measured": "kernels", "predicted": "predicted_kernels"}
 
 
 class Attends(nn.Module):
@@ -169,12 +167,9 @@ def main() -> None:
             args.measured.write_text(json.dumps(measured))
             return
     cases = {name: case for name, case in cases.items() if f"{name} {devices[0].name}" in measured}
-    runs, model = (
-        [(name, device) for name in cases for device in devices],
-        load_operator_model(args.model, devices[0].kind),
-    )
+    model = load_operator_model(args.model, devices[0].kind)
     rows: list[dict[str, Any]] = []
-    for name, device in runs:
+    for name, device in ((name, device) for name in cases for device in devices):
         predicted = eager_latency(Network.from_torch(*cases[name], name), device, model)
         seconds, noise, *kernels_s = measured[f"{name} {device.name}"]
         low, high = predicted.independent_low_s or 0.0, predicted.independent_high_s or 0.0
@@ -194,8 +189,12 @@ def main() -> None:
     ]
     if "kernels_ms" in rows[0]:
         alone = [
-            {f"{name}_ms": row[f"{kernels}_ms"] for name, kernels in _ALONE.items()}
-            | {k: row[k] for k in ("network", "noise")}
+            {
+                "network": row["network"],
+                "noise": row["noise"],
+                "measured_ms": row["kernels_ms"],
+                "predicted_ms": row["predicted_kernels_ms"],
+            }
             for row in rows
         ]
         found.append(errors(alone, f"their kernels alone on {devices[0].name}"))

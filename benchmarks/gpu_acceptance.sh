@@ -47,13 +47,15 @@ correct() {
 
 throughput() { # part, options
   "$PYTHON" -m cdmpp measure "$bundle" --from-source --limit "$THROUGHPUT_PROGRAMS" --out "$out/throughput-$1" \
-    --budget "$STEP_SECONDS" --json "$out/throughput-$1.json" "${@:2}"
+    --budget "$STEP_SECONDS" --resume --json "$out/throughput-$1.json" "${@:2}"
   mark "throughput-$1"
 }
 
 operators() {
   [ -n "${OPERATORS:-}" ] || { echo "operators: skipped: no list"; return; }
+  local began=$SECONDS
   "$PYTHON" -m cdmpp measure "$OPERATORS" --out "$out/operators" --resume --budget "$STEP_SECONDS"
+  [ $((SECONDS - began)) -lt "$STEP_SECONDS" ] || exit 75
   mark operators
 }
 

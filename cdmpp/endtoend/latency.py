@@ -91,7 +91,8 @@ def predict_latency(
 
     ``streams`` are kernels that may run at the same time, where the graph allows (GPU); with one they run in the order of the
     graph. ``launch_overhead_us`` are microseconds between two launches; None is of a GPU what its specification says, 0 where
-    it says nothing, of a CPU 0, whose labels hold the call. ``coverage`` is that of the intervals, above 0 and below 1;
+    it says nothing, of a CPU 0, whose labels hold the call, and of PyTorch what its calls usually take. Of PyTorch run eagerly
+    neither ``streams`` nor ``predictor`` count. ``coverage`` is that of the intervals, above 0 and below 1;
     ``seed`` is of random programs, and of the draws of the independent interval; ``progress`` is told how many of all programs
     are compiled. CdmppError: UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for
     what is no latency too."""

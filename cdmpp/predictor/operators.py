@@ -650,6 +650,7 @@ def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray) -> Const
     from scipy.optimize import least_squares
 
     start, shortest = like.vector(), min(float(np.exp(y.min())) for _, y, _ in devices)
+    held = held.copy()
     held[_LAUNCH] *= _HELD_LAUNCH if shortest < _SHORT else _HELD_UNSEEN
 
     def off(logs: FloatArray) -> FloatArray:
