@@ -76,9 +76,9 @@ _HELD, _HELD_VENDOR, _OUTLIER = 0.02, 0.03, 0.15
 _LAUNCH, _HELD_LAUNCH, _SHORT, _HELD_UNSEEN = 6, 5.0, 2e-5, 500.0
 #: Where the fit of attention of one query starts: keys come in their order, so that the cache has all of them or none.
 _STREAMS, _KEPT_HELD = Constants(kept=1.0, kept_power=7.0), 0.3
-#: Of PyTorch's single calls those count that take so many times as long as the shortest (this quantile), less so much of it:
-#: the host takes 25 to 45 us to launch an operator, half of it before the GPU begins, which runs a small one in 1 to 3.
-_HOSTED, _SHORTEST, _BEFORE = 4.0, 0.02, 0.5
+#: Of PyTorch's single calls those count that take so many times as long as the shortest (this quantile): the host takes 25 to
+#: 45 us to launch an operator, which a GPU runs in 1 to 3 where it is small.
+_HOSTED, _SHORTEST = 4.0, 0.02
 #: Kinds without labels -> the kind whose constants serve. A root mean square is one pass of an engine's fused kernel over its
 #: rows, unlike PyTorch's layer norm with its two.
 _ALIKE_KINDS = {

@@ -117,6 +117,7 @@ def measure_operators(
         if here is not None and here.name != found.name:
             raise ProfilerError(f"the GPU here is {found.name}, not {here.name}")
         here = found
+    table["kernel"] = table["kernel"].fillna("") if "kernel" in table else ""
     timed = clock or (wall_clock if on_cpu else graph_clock)
     runs = runs_in_torch(table)
     failures = Counter(f"{op}: PyTorch has no one kernel of it" for op in table["op"][~runs])
@@ -136,7 +137,7 @@ def measure_operators(
         return {TORCH: sampled(timed(lambda: next(copies)()))}
 
     jobs = {
-        f"{row['dtype']} {_key(row['op'], row)}": (row, partial(measured, row))
+        f"{row['dtype']} {row['kernel']} {_key(row['op'], row)}": (row, partial(measured, row))
         for row in table[runs].to_dict("records")
     }
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32

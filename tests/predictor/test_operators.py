@@ -85,7 +85,7 @@ def test_constants_are_a_vendors_and_calls_that_the_host_made_long_do_not_count(
     called = pd.concat([table.assign(device=d, seconds=s) for d, s in zip(true, long, strict=True)], ignore_index=True)
     every = training_table(called)
     assert 0 < len(every) < len(training_table(called.replace("torch-calls", "torch"))) == 2 * len(called)
-    assert every["seconds"].min() > 1.04e-4 and set(every["framework"]) == {"best", "torch"}
+    assert every["seconds"].min() > 1.19e-4 and set(every["framework"]) == {"best", "torch"}
     amd, nvidia = (constants_of("elementwise float32", fit_constants(every), vendor) for vendor in ("amd", "nvidia"))
     assert amd.memory < 0.5 < nvidia.memory and nvidia.cycles == pytest.approx(Constants().cycles, rel=0.2)
     assert constants_of("rmsnorm", fit_constants(every), "nvidia") == nvidia

@@ -113,9 +113,10 @@ def test_a_list_that_takes_too_long_goes_on(tmp_path: Path) -> None:
 
 def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path: Path, command: Command) -> None:
     path, out = tmp_path / "list.csv", tmp_path / "out"
-    path.write_text("op,dtype,m,n,k\ngemm,float32,64,64,64\n")
+    path.write_text("op,dtype,kernel,m,n,k\ngemm,float32,,64,64,64\ngemm,float32,linear,64,64,64\n")
     command("measure", path, "--device", "this-cpu@1", "--out", out)
     assert 0 < load_operators(out)["seconds"][0] < 0.1
+    assert set(load_operators(out)["kernel"]) == {"", "linear"}, "one has a bias"
     assert "no GPU here that PyTorch can use" in command.error("measure", path, "--out", tmp_path / "gpu")
     path.write_text("op,dtype,m,n,k\ngemm,float32,64,64,\n")
     with pytest.raises(CdmppError, match="row 1: gemm needs k"):
