@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -300,11 +301,13 @@ def test_what_a_cluster_has_not(nodes: Any) -> None:
 def test_a_node_that_dies_loses_only_what_it_measures(nodes: Any) -> None:
     jobs = sampled(matmul_task(), 24)
     cluster = connect(nodes.address, "this-cpu@1")
-    # all is built first, so that both have something to measure
-    config = replace(QUICK_CPU, builders=None, loading_s=30.0)
+    # Both have one of the first three batches, as all is built first and nothing measured again; the others wait for the loss.
+    calm = {"max_steal_pct": 100.0, "max_drift": 1e9, "max_disturbed": 1.0}
+    config = replace(QUICK_CPU, builders=None, loading_s=30.0, **calm)
     measurer = CpuMeasurer(config, cluster.device.target, cluster, overlap=False)
+    until_lost = iter(lambda: None if nodes.worker_nodes else "lost", "lost")
     with Engine(measurer) as engine:
-        run = engine.run(iter(jobs))
+        run = engine.run(itertools.chain(jobs[:12], until_lost, jobs[12:]))
         outcomes = [next(run)]
         while outcomes[-1].meta["node"] != "second":
             outcomes.append(next(run))
