@@ -8,6 +8,7 @@ operators while others run: the longer of both counts.
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ _DRAWS, _COMMON, _COMMON_ELSEWHERE = 400, 0.15, 0.3
 def eager_latency(
     network: Network | str,
     device: Device,
-    model: OperatorModel | None = None,
+    model: OperatorModel | str | Path = "default",
     price_per_hour: float | None = None,
     coverage: float = COVERAGE,
     launch_overhead_us: float | None = None,
@@ -52,7 +53,7 @@ def eager_latency(
     takes). NetworkError: it cannot be found or exported, or is no PyTorch network. PredictorError: the operators that the model
     knows are of another kind of device."""
     on_cpu = device.kind == "cpu"
-    model = load_operator_model(kind=device.kind) if model is None else model
+    model = load_operator_model(model, device.kind) if isinstance(model, str | Path) else model
     loaded = load_network(network) if isinstance(network, str) else network
     with raised_as(NetworkError, f"{loaded.name} cannot be priced", RuntimeError, LookupError, TypeError):
         calls = calls_of(loaded.export() if loaded.operators is None else loaded.operators())

@@ -82,24 +82,27 @@ def predict_latency(
 
     ``network`` is a zoo name, an ``.onnx`` or ``.pt2`` file, a Network, the graph file of an imported trace, or
     :class:`~cdmpp.endtoend.graph.NetworkTasks`; ``data`` the dataset with the tasks of a graph file, where it does not lie in
-    its folder. ``predictor`` is one, its folder, or ``"default"``. ``runtime`` is what runs it: ``"torch"``, eagerly
-    (:mod:`cdmpp.endtoend.eager`; on a GPU the kernels of its libraries), or ``"tvm"``; None is TVM where the tasks or a
-    schedule are given, else PyTorch. ``schedule`` is what a task's program is: ``"untuned"`` (as it is), ``"best"`` (the best
-    predicted of ``programs_per_task`` random programs of its design space), or the folder of a MetaSchedule JSON database. For
-    an x86 CPU the ``compile_best`` best predicted programs of each task are compiled (not run) and predicted again from their
-    instructions, which is far more accurate; with 0 ASTs are all that is looked at.
+    its folder. ``predictor`` is one, its folder (for PyTorch of an operator model), or ``"default"``. ``runtime`` is what runs
+    it: ``"torch"``, eagerly (:mod:`cdmpp.endtoend.eager`; on a GPU the kernels of its libraries), or ``"tvm"``; None is TVM
+    where the tasks or a schedule are given, else PyTorch. ``schedule`` is what a task's program is: ``"untuned"`` (as it is),
+    ``"best"`` (the best predicted of ``programs_per_task`` random programs of its design space), or the folder of a
+    MetaSchedule JSON database. For an x86 CPU the ``compile_best`` best predicted programs of each task are compiled (not run)
+    and predicted again from their instructions, which is far more accurate; with 0 ASTs are all that is looked at.
 
     ``streams`` are kernels that may run at the same time, where the graph allows (GPU); with one they run in the order of the
     graph. ``launch_overhead_us`` are microseconds between two launches; None is of a GPU what its specification says, 0 where
-    it says nothing, of a CPU 0, whose labels hold the call, and of PyTorch what its calls usually take. Of PyTorch run eagerly
-    neither ``streams`` nor ``predictor`` count. ``coverage`` is that of the intervals, above 0 and below 1;
-    ``seed`` is of random programs, and of the draws of the independent interval; ``progress`` is told how many of all programs
-    are compiled. CdmppError: UnknownDeviceError, NetworkError, DatasetError, TunerError, ProgramError; or PredictorError, for
-    what is no latency too."""
+    it says nothing, of a CPU 0, whose labels hold the call, and of PyTorch what its calls usually take. ``coverage`` is that of
+    the intervals, above 0 and below 1; ``seed`` is of random programs, and of the draws of the independent interval;
+    ``progress`` is told how many of all programs are compiled. CdmppError: UnknownDeviceError, NetworkError, DatasetError,
+    TunerError, ProgramError; or PredictorError, for what is no latency too."""
     check_coverage(coverage)
     resolved = with_known_clock(device)
     if runs_eagerly(network, runtime, schedule):
-        return eager_latency(network, resolved, None, price_per_hour, coverage, launch_overhead_us)  # type: ignore[arg-type]
+        if isinstance(predictor, Predictor) or streams > 1:
+            raise NetworkError(
+                "PyTorch runs operators one by one: streams and predictors of programs are of runtime tvm"
+            )
+        return eager_latency(network, resolved, predictor, price_per_hour, coverage, launch_overhead_us)  # type: ignore[arg-type]
     if runtime == "torch" and resolved.kind == "cpu":
         raise NetworkError("PyTorch runs networks, not tasks, on a CPU: give a network's name or file")
     if runtime == "tvm" and str(schedule) == UNTUNED and resolved.kind == "gpu":

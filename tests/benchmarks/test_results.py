@@ -68,8 +68,7 @@ def test_generated_tables_are_those_of_the_files(path: Path) -> None:
 
 
 def test_the_readme_quotes_no_figure_that_no_result_holds() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert not FIGURE.findall(unmarked(text))
+    assert not FIGURE.findall(unmarked(README.read_text(encoding="utf-8")))
     assert FIGURE.findall(unmarked("It is 12.5 % off, in 3 ms.")) == ["12.5 %", "3 ms"]
 
 

@@ -12,7 +12,7 @@ from cdmpp.dataset.operators import TORCH_COLD
 from cdmpp.device import get_device
 from cdmpp.endtoend import eager, network_tasks, predict_latency, shares_of, smallest_share
 from cdmpp.endtoend.eager import eager_latency
-from cdmpp.errors import NetworkError
+from cdmpp.errors import NetworkError, PredictorError
 from cdmpp.predictor.operators import BEST, load_operator_model
 from cdmpp.program.network import Network
 from tests.samples.command import Command
@@ -88,8 +88,7 @@ def test_what_is_not_known_is_named() -> None:
 
 
 def test_what_ships_prices_a_network_on_every_runtime(tmp_path: Path, command: Command) -> None:
-    model = load_operator_model(kind="cpu")
-    assert ZEN4.name in model.devices
+    assert ZEN4.name in load_operator_model(kind="cpu").devices
     report = predict_latency(mlp(512), ZEN4)
     assert report.schedule == "torch" and 3e-5 < report.latency_s < 3e-3
     path = tmp_path / "mine.pt2"
@@ -116,8 +115,11 @@ def test_the_smallest_share_that_is_as_fast(tmp_path: Path, command: Command) ->
 
 
 def test_runtimes_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(NetworkError, match="expected torch or tvm"):
-        predict_latency(mlp(8), ZEN4, runtime="onnxruntime")
+    for option, value, said in (("runtime", "onnxruntime", "expected torch or tvm"), ("streams", 2, "one by one")):
+        with pytest.raises(NetworkError, match=said):
+            predict_latency(mlp(8), ZEN4, **{option: value})
+    with pytest.raises(PredictorError, match="cannot read the operator model"):
+        predict_latency(mlp(8), ZEN4, tmp_path)
     onnx = Network("m.onnx", "user", (), "m.onnx", importer=lambda: None)
     with pytest.raises(NetworkError, match=r"m\.onnx is no PyTorch network"):
         eager_latency(onnx, ZEN4, Fixed())  # type: ignore[arg-type]

@@ -49,8 +49,7 @@ def test_journals_of_a_writer_that_was_killed_are_read_and_added_to(tmp_path: Pa
 
 def test_instruction_counts_beside_the_records_are_read() -> None:
     for device in golden.CPUS:
-        known = ~np.isnan(golden.counts_on(device, golden.programs("cpu"))[:, 0])
-        assert known.sum() > 90
+        assert (~np.isnan(golden.counts_on(device, golden.programs("cpu"))[:, 0])).sum() > 90
 
 
 def test_splits_hold_what_they_held() -> None:

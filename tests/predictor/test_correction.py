@@ -38,8 +38,7 @@ def test_what_goes_with_resources_is_found_once_there_are_tasks_enough() -> None
     fresh = made(20, seed=1)
     left = 0.5 + 0.4 * fresh[1][:, 0] - found.logs(np.concatenate(fresh[1:3], axis=1))
     assert np.abs(left).mean() < 0.5 * np.abs(0.4 * fresh[1][:, 0]).mean()
-    few = fit_correction(errors[:16], tasks[:16], resources[:16], embeddings[:16])
-    assert few.error > fit.error
+    assert fit_correction(errors[:16], tasks[:16], resources[:16], embeddings[:16]).error > fit.error
 
 
 def test_the_base_is_kept_where_there_is_nothing_to_correct() -> None:

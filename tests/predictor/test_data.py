@@ -97,8 +97,7 @@ def test_choice_of_devices_and_origins(folder):
 
 
 def test_groups_of_shared_tasks(data):
-    networks = data.members("network")
-    assert set(networks) == {("one", "two"), ("two",), ("three",)}
+    assert set(data.members("network")) == {("one", "two"), ("two",), ("three",)}
     assert set(data.members("family")) == {("mlp",), ("cnn",)}
 
 

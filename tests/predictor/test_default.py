@@ -38,8 +38,7 @@ def x86_64_v2() -> TrainingData:
 def test_they_are_small_and_have_a_model_card() -> None:
     folder = Path(cdmpp.__file__).parent / "predictor" / "weights" / "default"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 10e6
-    card = (folder / "README.md").read_text(encoding="utf-8")
-    assert Predictor.default().training["split"] in card
+    assert Predictor.default().training["split"] in (folder / "README.md").read_text(encoding="utf-8")
 
 
 def test_they_predict_networks_never_seen(default: Predictor, x86_64_v2: TrainingData) -> None:

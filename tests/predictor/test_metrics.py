@@ -40,8 +40,7 @@ def test_pairwise_accuracy_counts_pairs_within_task_and_device():
 
 def test_pairs_within_the_noise_are_ties():
     # 1.00 against 1.04 is within 5 % noise of the second; 1.00/2 and 1.04/2 count and are right
-    result = score([1.0, 1.04, 2.0], [1.1, 1.0, 3.0], noise=[0.0, 0.05, 0.0])
-    assert result["pairwise_accuracy"] == 1.0
+    assert score([1.0, 1.04, 2.0], [1.1, 1.0, 3.0], noise=[0.0, 0.05, 0.0])["pairwise_accuracy"] == 1.0
     assert score([1.0, 1.04, 2.0], [1.1, 1.0, 3.0])["pairwise_accuracy"] == pytest.approx(2 / 3)
 
 

@@ -302,8 +302,7 @@ def test_a_node_that_dies_loses_only_what_it_measures(nodes: Any) -> None:
     jobs = sampled(matmul_task(), 24)
     cluster = connect(nodes.address, "this-cpu@1")
     # Both have one of the first three batches, as all is built first and nothing measured again; the others wait for the loss.
-    calm = {"max_steal_pct": 100.0, "max_drift": 1e9, "max_disturbed": 1.0}
-    config = replace(QUICK_CPU, builders=None, loading_s=30.0, **calm)
+    config = replace(QUICK_CPU, builders=None, loading_s=30.0, max_steal_pct=100.0, max_drift=1e9, max_disturbed=1.0)
     measurer = CpuMeasurer(config, cluster.device.target, cluster, overlap=False)
     until_lost = iter(lambda: None if nodes.worker_nodes else "lost", "lost")
     with Engine(measurer) as engine:
