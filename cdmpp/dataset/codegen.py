@@ -120,8 +120,7 @@ def _count_one(object_cache: str | Path | None, wanted: _Wanted) -> NDArray[np.f
         kept = objects.find(program.hash)
         if kept is not None:
             return codegen_features(kept, core_of(core_name(device)))
-        func = _rebuilder()(program, task, space)
-        return compiled_features(func, device, partial(objects.keep, program.hash))
+        return compiled_features(_rebuilder()(program, task, space), device, partial(objects.keep, program.hash))
     except (CdmppError, RuntimeError, OSError) as err:
         logger.warning("program %s has no counts: %s", program.hash, str(err).strip().splitlines()[-1:])
         return None

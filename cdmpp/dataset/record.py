@@ -296,8 +296,7 @@ def records_to_frame(records: Iterable[Record]) -> pd.DataFrame:
 
 def records_to_arrow(frame: pd.DataFrame) -> pa.Table:
     """The frame of :func:`records_to_frame` as Arrow; NaN becomes null."""
-    table = pa.Table.from_pandas(frame, SCHEMAS["records"], preserve_index=False)
-    return table.replace_schema_metadata()
+    return pa.Table.from_pandas(frame, SCHEMAS["records"], preserve_index=False).replace_schema_metadata()
 
 
 def records_from_arrow(table: pa.Table) -> pd.DataFrame:

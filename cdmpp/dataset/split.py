@@ -246,8 +246,7 @@ def _by_unit(kind: str, labels: pd.DataFrame, test: float = 0.2, valid: float = 
     column = labels[KINDS[kind]]
     tested = _draw(set(column), test, seed, "test")
     validated = _draw(set(column) - tested, valid / (1 - test), seed, "valid")
-    options = {"test": test, "valid": valid}
-    return _split(kind, options, seed, labels, column.isin(tested), column.isin(validated))
+    return _split(kind, {"test": test, "valid": valid}, seed, labels, column.isin(tested), column.isin(validated))
 
 
 def _split(

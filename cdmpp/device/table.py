@@ -210,8 +210,7 @@ def _usable_mcpu(arch: str, wanted: str, flags: frozenset[str]) -> str:
 
 
 def _x86_simd(flags: frozenset[str]) -> tuple[int, bool]:
-    bits = 512 if "avx512f" in flags else 256 if "avx" in flags else 128
-    return bits, "fma" in flags
+    return 512 if "avx512f" in flags else 256 if "avx" in flags else 128, "fma" in flags
 
 
 def _arm_simd(arch: str, flags: frozenset[str]) -> tuple[int | None, bool | None]:
@@ -340,8 +339,7 @@ class DeviceTable:
     def find(self, name: str) -> Device | None:
         """The whole device of a name, a model string or an alias, in any case, with spaces, ``_``, ``-`` or nothing between
         words, with or without its maker's; None if unknown."""
-        key = self._keys.get(normalise(name)) or self._joined.get(_joined(name), "")
-        return self._rows.get(key)
+        return self._rows.get(self._keys.get(normalise(name)) or self._joined.get(_joined(name), ""))
 
     def get(self, name: str) -> Device:
         """The device of a name ``base[.isa][@share]``: ``base`` as of :meth:`find`, ``isa`` one of
@@ -376,8 +374,7 @@ def _kind_of_cpu(name: str) -> str:
 
 def normalise(name: str) -> str:
     """A name without case, marks and kinds of separator: ``AMD_Instinct MI100`` -> ``amd-instinct-mi100``."""
-    plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
-    return re.sub(r"[\s_/-]+", "-", plain).strip("-")
+    return re.sub(r"[\s_/-]+", "-", re.sub(r"\((r|tm|c)\)", " ", name.lower())).strip("-")
 
 
 #: Words that may be left out of a name.
@@ -588,8 +585,7 @@ def detect() -> Device:
 def detect_gpus() -> list[Device]:
     """The GPUs of this machine that the table knows, as ``nvidia-smi`` lists them."""
     table = load_table()
-    found = [table.find(name) for name in detect_gpu_names()]
-    return [row.used() for row in found if row is not None]
+    return [row.used() for row in [table.find(name) for name in detect_gpu_names()] if row is not None]
 
 
 def known_devices(table: DeviceTable | None = None) -> list[Device]:

@@ -69,8 +69,7 @@ def load_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
     """Read a safetensors file and its metadata; PredictorError if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return {name: file.get_tensor(name) for name in names}, dict(file.metadata() or {})
+            return {name: file.get_tensor(name) for name in list(file.keys())}, dict(file.metadata() or {})
     except (OSError, SafetensorError, ValueError) as err:
         raise PredictorError(f"{path}: expected a safetensors file, cannot read it: {err}") from err
 

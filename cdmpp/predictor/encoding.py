@@ -155,8 +155,7 @@ class FeatureEncoder:
         """Encoded devices (m, device_dim) with all but :data:`cdmpp.device.GENERAL_DEVICE_FEATURES` missing."""
         keep = np.array([name in GENERAL_DEVICE_FEATURES for name in self.device.names])
         values, missing = np.split(encoded, 2, axis=1)
-        general = np.concatenate([np.where(keep, values, 0), np.where(keep, missing, 1)], axis=1)
-        return general.astype(np.float32)
+        return np.concatenate([np.where(keep, values, 0), np.where(keep, missing, 1)], axis=1).astype(np.float32)
 
     def _scalers(self) -> dict[str, ColumnScaler]:
         found = {part: getattr(self, part) for part in _PARTS}

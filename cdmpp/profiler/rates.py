@@ -52,8 +52,7 @@ class MeasuredDevice:
 def measure_machine(table: DeviceTable | None = None) -> list[MeasuredDevice]:
     """Measure this machine's CPU, and its GPU where torch reaches one."""
     table = table or load_table()
-    found = [measure_cpu(table), measure_gpu(table)]
-    return [device for device in found if device is not None]
+    return [device for device in [measure_cpu(table), measure_gpu(table)] if device is not None]
 
 
 def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:

@@ -170,8 +170,7 @@ def load_graphs(dataset: str | Path) -> dict[str, NetworkGraph]:
 def _node_to_json(node: GraphNode) -> dict[str, Any]:
     """Its fields that are not at their defaults."""
     plain = GraphNode(node.name)
-    values = asdict(node)
-    return {key: value for key, value in values.items() if key == "name" or value != getattr(plain, key)}
+    return {key: value for key, value in asdict(node).items() if key == "name" or value != getattr(plain, key)}
 
 
 def _node_from_json(value: Mapping[str, Any]) -> GraphNode:

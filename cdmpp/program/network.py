@@ -427,7 +427,7 @@ def fuse(module: Any, target: Any = None) -> FusedNetwork:
         target = tvm.target.Target({"kind": "llvm", "num-cores": 1})
     with target:
         module = transform.FoldBatchnormToConv2D()(module)
-        module = _simplify_batch_norm(module)
+        module = _multiply_powers(_simplify_batch_norm(module))
         module = tvm.transform.Sequential(
             [
                 transform.DecomposeOpsForInference(),
@@ -476,6 +476,25 @@ def _simplify_batch_norm(module: Any) -> Any:
         shift = relax.op.subtract(matches[beta], relax.op.multiply(matches[mean], scale))
         scaled = relax.op.multiply(x, relax.op.reshape(scale, shape))
         return relax.op.add(scaled, relax.op.reshape(shift, shape))
+
+    module["main"] = rewrite_call(pattern, rewrite, module["main"])
+    return module
+
+
+def _multiply_powers(module: Any) -> Any:
+    """Rewrite squares and cubes as products, as PyTorch computes them: a core takes far longer for a call of powf."""
+    from tvm import relax
+    from tvm.relax.dpl import is_const, is_op, rewrite_call, wildcard
+
+    base, exponent = wildcard(), is_const()
+    pattern = is_op("relax.power")(base, exponent)
+
+    def rewrite(expr: Any, matches: Any) -> Any:
+        power, x = matches[exponent].value.numpy(), matches[base]
+        if power.shape or power not in (2, 3):
+            return expr
+        square = relax.op.multiply(x, x)
+        return square if power == 2 else relax.op.multiply(square, x)
 
     module["main"] = rewrite_call(pattern, rewrite, module["main"])
     return module

@@ -306,8 +306,7 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         sizes.setdefault("n", given.get("k"))
         if "m" not in sizes and "bytes" in given:  # by the size of the tensor alone
             sizes |= {"m": 1, "n": float(given["bytes"]) / ELEMENT_BYTES[dtype_name(dtype)]}
-    table = operator_table([{"dtype": dtype, **sizes, "op": op}])
-    return {**kept, **table.iloc[0].to_dict()}
+    return {**kept, **operator_table([{"dtype": dtype, **sizes, "op": op}]).iloc[0].to_dict()}
 
 
 def operator_text(row: Mapping[str, Any]) -> str:

@@ -83,8 +83,7 @@ def tune_tasks(
     measurer: measure.Measurer | None = None,
 ) -> TuneReport:
     """:func:`tune` for tasks, with their weights, without a network; a `measurer` is running already, None starts one here."""
-    tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
-    return tuning.run(name, tasks, measurer)[0]
+    return _Tuning(device, Path(out), config, resume, warm_start, progress, notify).run(name, tasks, measurer)[0]
 
 
 class _Tuning:

@@ -56,6 +56,11 @@ class Attention(torch.nn.Module):
         return x + self.narrow(torch.nn.functional.gelu(self.wide(self.second(x))))
 
 
+class Powers(torch.nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x**2 + x**3 + x.abs() ** 1.5
+
+
 def network_of(function: Any, *shape: int) -> Network:
     class Computing(torch.nn.Module):
         def forward(self, x: Any) -> Any:
@@ -73,7 +78,9 @@ def zoo_tasks(name: str) -> list[Task]:
     return extract_tasks([name])
 
 
-@pytest.mark.parametrize(("make", "shape"), [(conv_net, (1, 3, 10, 10)), (Attention, (6, 8)), ("mlp", ())])
+@pytest.mark.parametrize(
+    ("make", "shape"), [(conv_net, (1, 3, 10, 10)), (Attention, (6, 8)), (Powers, (6, 8)), ("mlp", ())]
+)
 def test_fused_network_computes_what_the_module_computes(make: Any, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     if make == "mlp":
@@ -87,6 +94,7 @@ def test_fused_network_computes_what_the_module_computes(make: Any, shape: tuple
     tvm = import_tvm()
     fused = fuse(network.to_relax())
     assert fused.num_inputs == len(args)
+    assert sum(name.count("power") for name in fused.calls) == (make is Powers), "squares and cubes are products"
     target = tvm.target.Target({"kind": "llvm", "num-cores": 1})
     machine = tvm.relax.VirtualMachine(tvm.compile(fused.module, target=target), tvm.cpu())
     weights = machine[PREPARE_WEIGHTS](list(fused.weights))

@@ -155,8 +155,7 @@ class XGBoostModel(LatencyModel):
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         best = self.booster_.best_iteration + 1
-        logs = self.booster_.predict(self._matrix(data, rows), iteration_range=(0, best))
-        return np.exp(logs.astype(np.float64))
+        return np.exp(self.booster_.predict(self._matrix(data, rows), iteration_range=(0, best)).astype(np.float64))
 
     def _matrix(self, data: TrainingData, rows: NDArray[np.int64]) -> Any:
         import xgboost as xgb

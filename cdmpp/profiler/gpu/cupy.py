@@ -121,8 +121,7 @@ class CupyGpu:
         cupy.cuda.Device(0).use()
         module = cupy.cuda.function.Module()
         module.load(kernel.cubin)
-        functions = [module.get_function(launch.kernel) for launch in kernel.cuda.launches]
-        return _Loaded(kernel.cuda, module, functions)
+        return _Loaded(kernel.cuda, module, [module.get_function(launch.kernel) for launch in kernel.cuda.launches])
 
     def first_run(self, loaded: _Loaded, lane: int) -> float:
         cupy, stream = self._cupy, self._streams[lane]

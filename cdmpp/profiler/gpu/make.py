@@ -133,8 +133,7 @@ class _TaskPlan:
         self._drawing = True
         seed = seed_of(config.seed, self.task.hash, len(self._seen), self._broken)
         wants = self.task.hash not in self._draft.bundle.references and self.task.flops <= config.reference_flops
-        reference = config.seed if wants else None
-        yield DrawJob(self.task, _DRAWN, seed, frozenset(self._seen), self._parents, reference)
+        yield DrawJob(self.task, _DRAWN, seed, frozenset(self._seen), self._parents, config.seed if wants else None)
 
     def take(self, outcome: Outcome) -> None:
         """Keep an outcome."""

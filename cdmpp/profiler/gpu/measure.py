@@ -229,8 +229,7 @@ def _degrees(
         sample = members[:: max(1, len(members) // n)][:n]
 
         def labels(degree: int | None, sample: Sequence[BundledProgram] = sample) -> Labels:
-            jobs = [job_of(bundle, kernel, degree=degree or 1) for kernel in sample]
-            return timed_labels(engine.run(iter(jobs)))
+            return timed_labels(engine.run(iter([job_of(bundle, kernel, degree=degree or 1) for kernel in sample])))
 
         candidates = [d for d in halved(group) if d > 1]
         calibration = calibrate(labels, candidates, config.tolerance, _accept)
