@@ -81,12 +81,11 @@ def test_constants_are_a_vendors_and_calls_that_the_host_made_long_do_not_count(
     table = gemms([(2**i, 4096, 1) for i in range(18)], "float32").assign(op="elementwise", framework="torch-calls")
     true = dict.fromkeys(["a100-pcie-40gb", "t4"], Constants()) | {"mi100": Constants(memory=0.4)}
     kernels = [mechanism(table, get_device(d)).estimate(own) for d, own in true.items()]
-    long = [np.maximum(seconds + 1.8e-5, 3e-5) for seconds in kernels]  # 18 of 30 us before the GPU begins
+    long = [np.maximum(seconds + 1.5e-5, 3e-5) for seconds in kernels]  # half of 30 us before the GPU begins
     called = pd.concat([table.assign(device=d, seconds=s) for d, s in zip(true, long, strict=True)], ignore_index=True)
     every = training_table(called)
     assert 0 < len(every) < len(training_table(called.replace("torch-calls", "torch"))) == 2 * len(called)
-    kept = every[(every["device"] == "t4") & (every["framework"] == "torch")]["seconds"]
-    assert sorted(kept) == pytest.approx([k for k in sorted(kernels[1]) if k + 1.8e-5 > 6e-5]) and len(kept) > 3
+    assert every["seconds"].min() > 1.19e-4 and set(every["framework"]) == {"best", "torch"}
     amd, nvidia = (constants_of("elementwise float32", fit_constants(every), vendor) for vendor in ("amd", "nvidia"))
     assert amd.memory < 0.5 < nvidia.memory and nvidia.cycles == pytest.approx(Constants().cycles, rel=0.2)
     assert constants_of("rmsnorm", fit_constants(every), "nvidia") == nvidia
