@@ -43,7 +43,7 @@ def mlp(width: int, layers: int = 3) -> Network:
 def test_operators_are_added_up_and_cold_weights_cost_more() -> None:
     report = eager_latency(mlp(64), ZEN4, Fixed(), price_per_hour=3.6)  # type: ignore[arg-type]
     results_s = 6 * 4 * 2 * 64 / (1e9 * eager._RESULT_GB_S)
-    besides_s = 6 * eager._CALL_CYCLES / 3.679e9 + results_s
+    besides_s = 6 * eager._NEAR_CYCLES / 3.679e9 + results_s
     assert report.latency_s == pytest.approx(6e-3 + besides_s) and report.kernel_s == pytest.approx(6e-3 + results_s)
     assert report.low_s == pytest.approx(3e-3 + besides_s) and report.high_s == pytest.approx(9e-3 + besides_s)
     assert report.low_s < report.independent_low_s < report.latency_s < report.independent_high_s < report.high_s
@@ -54,6 +54,7 @@ def test_operators_are_added_up_and_cold_weights_cost_more() -> None:
     assert sum(layer.fraction for layer in report.layers) == pytest.approx(1.0)
     one = eager_latency(mlp(2400, 1), ZEN4, Fixed())  # type: ignore[arg-type]  # 23 MB in a cache of 32
     assert one.kernel_s == pytest.approx(2e-3, rel=1e-3) and "stay in" in " ".join(one.assumptions)
+    assert one.gap_s == pytest.approx(2 * eager._CALL_CYCLES / 3.679e9), "the code has left the caches"
     module = torch.nn.Sequential(torch.nn.Linear(2400, 2400), torch.nn.Linear(2400, 2400))
     cold = eager_latency(Network.from_torch(module, [torch.randn(1, 2400)]), ZEN4, Fixed())  # type: ignore[arg-type]
     assert cold.kernel_s == pytest.approx(4e-3, rel=1e-3) and "do not fit" in " ".join(cold.assumptions)
