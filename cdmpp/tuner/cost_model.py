@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
+from scipy.spatial.distance import cdist
 from tvm.ir.utils import derived_object
 from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel
@@ -181,7 +182,7 @@ class Kernel:
 
     def covariance(self, z: FloatArray, task: IntArray, z2: FloatArray, task2: IntArray) -> FloatArray:
         """Covariance without noise, (n, m), of programs z (n, d) and z2 (m, d) of tasks (n,) and (m,)."""
-        near = np.exp(-0.5 * squared_distances(z, z2) / self.length**2)
+        near = np.exp(-0.5 * cdist(z, z2, "sqeuclidean") / self.length**2)
         same = task[:, None] == task2[None, :]
         return self.common + self.shared * near + same * (self.offset + self.own * near)
 
@@ -258,12 +259,6 @@ def fit_correction(z: FloatArray, task: IntArray, residual: FloatArray, common: 
     return Correction(kernel, z, task, residual)
 
 
-def squared_distances(a: FloatArray, b: FloatArray) -> FloatArray:
-    """Squared Euclidean distances of rows, (n, d) and (m, d) -> (n, m)."""
-    squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None, :] - 2 * a @ b.T
-    return np.maximum(squares, 0.0)
-
-
 def _candidates(z: FloatArray, task: IntArray, residual: FloatArray) -> Iterator[Kernel]:
     """Kernels within tasks, scaled to the spread of the residuals."""
     tasks, number, counts = np.unique(task, return_inverse=True, return_counts=True)
@@ -271,7 +266,7 @@ def _candidates(z: FloatArray, task: IntArray, residual: FloatArray) -> Iterator
     offset = max(float(np.mean(means**2)), _LEAST**2)
     within = float(np.sum((residual - means[number]) ** 2)) / max(len(residual) - len(tasks), 1)
     within = max(within, _LEAST**2)
-    distances = np.sqrt(squared_distances(z, z))
+    distances = cdist(z, z)
     apart = distances[distances > 1e-9]
     typical = float(np.median(apart)) if len(apart) else 1.0
     yield Kernel(within, offset, length=typical)
