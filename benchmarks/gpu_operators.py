@@ -1,6 +1,6 @@
 """Operators of libraries on GPUs left out of the training: by operator, data type and device, against simpler predictions.
 
-    python benchmarks/gpu_operators.py --data runs/aic runs/pipeweave runs/miopen runs/neusight --json gpu_operators.json
+    python benchmarks/gpu_operators.py --data runs/aic runs/pipeweave runs/miopen runs/neusight data/library-gpu --json g.json
 
 The datasets are those that ``cdmpp import`` makes. In turn every family of nearly equal devices is left out, the rest is
 trained on, and the fastest kernel of every operator on the family's devices is predicted. The others know the same:
