@@ -36,8 +36,7 @@ def folder(path: Path, *devices: Device, stored: bool = True) -> Path:
 @pytest.mark.parametrize("machine", FIVE)
 def test_the_stored_specification_is_used_on_any_machine(tmp_path, monkeypatch, machine: str) -> None:
     monkeypatch.setenv(ROOT_VARIABLE, str(write_machine(tmp_path / "root", MACHINES[machine])))
-    devices = load_datasets(folder(tmp_path / "d", ZEN4, OWN)).devices
-    assert devices == {ZEN4.name: ZEN4, OWN.name: OWN}
+    assert load_datasets(folder(tmp_path / "d", ZEN4, OWN)).devices == {ZEN4.name: ZEN4, OWN.name: OWN}
 
 
 def test_a_device_without_a_stored_specification_is_that_of_the_table(tmp_path: Path) -> None:

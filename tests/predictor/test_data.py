@@ -148,8 +148,7 @@ def test_dataset_to_prediction(folder, data, tmp_path, caplog):
 
 def test_xgboost_on_per_store_features(folder, data):
     split = split_data("within_task:seed=0", data)
-    results = evaluate_models([XGBoostModel(rounds=30)], data, split)
-    assert results["xgboost-perstore"]["overall"]["mape"] < 1.0
+    assert evaluate_models([XGBoostModel(rounds=30)], data, split)["xgboost-perstore"]["overall"]["mape"] < 1.0
     assert cache_file(folder, PER_STORE_FILE).exists() and not (folder / PER_STORE_FILE).exists()
     programs = list(data.asts)[:3]
     assert collect_per_store(data.view, programs).keys() == set(programs)

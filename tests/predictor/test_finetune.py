@@ -155,8 +155,7 @@ def test_half_of_every_batch_is_new():
             assert 2 * own >= len(rows) <= size and own and rows.max() < new + replay
         counts = np.bincount(np.concatenate([rows[rows < new] for rows in batches]), minlength=new)
         assert counts.min() == counts.max() > 0
-    full = mixed_batches(64, 100, 32, np.random.default_rng(0))
-    assert all((rows >= 64).sum() == 16 for rows in full)
+    assert all((rows >= 64).sum() == 16 for rows in mixed_batches(64, 100, 32, np.random.default_rng(0)))
 
 
 def test_the_encoding_of_known_devices_stays_and_the_new_one_is_told_apart(small, base):

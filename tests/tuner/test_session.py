@@ -23,7 +23,13 @@ from cdmpp.tuner.results import CURVE_FILE, DATASET_FOLDER, RECORD_FILE, TUNING_
 from tests.samples.programs import matmul_task
 from tests.samples.tuning import FakeEngine, interrupt_after, made_up_latency_s, tuned
 
-pytestmark = pytest.mark.usefixtures("on_zen3")
+pytestmark = pytest.mark.usefixtures("on_zen3", "none_close")
+
+
+@pytest.fixture
+def none_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two programs are alike within the noise, which would be measured again on purpose."""
+    monkeypatch.setattr("cdmpp.tuner.session.close_programs", lambda *_: [])
 
 
 @pytest.fixture
@@ -104,9 +110,7 @@ def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("cost_model", "shards"), [("cdmpp", None), ("xgb", None), ("cdmpp", 2)])
-def test_interrupted_and_resumed_it_measures_nothing_twice(
-    tmp_path: Path, two_cores: None, cost_model: str, shards: int | None
-) -> None:
+def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, two_cores, cost_model, shards) -> None:
     """Also where one search goes on with what two workers had begun."""
     out, engine, options = tmp_path / "t", FakeEngine(), {"cost_model": cost_model}
     with pytest.raises(KeyboardInterrupt):
@@ -128,8 +132,7 @@ def test_interrupted_and_resumed_it_measures_nothing_twice(
     assert walls == sorted(walls), "time goes on where it stopped"
 
 
-def test_a_crash_in_the_middle_of_writing_is_mended(tmp_path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr("cdmpp.tuner.session.close_programs", lambda *_: [])  # which are measured again on purpose
+def test_a_crash_in_the_middle_of_writing_is_mended(tmp_path, caplog) -> None:
     out = tmp_path / "t"
     tuned(FakeEngine(), out, 12)
     records, curve = out / RECORD_FILE, out / CURVE_FILE
