@@ -210,7 +210,8 @@ def _usable_mcpu(arch: str, wanted: str, flags: frozenset[str]) -> str:
 
 
 def _x86_simd(flags: frozenset[str]) -> tuple[int, bool]:
-    return 512 if "avx512f" in flags else 256 if "avx" in flags else 128, "fma" in flags
+    bits = 512 if "avx512f" in flags else 256 if "avx" in flags else 128
+    return bits, "fma" in flags
 
 
 def _arm_simd(arch: str, flags: frozenset[str]) -> tuple[int | None, bool | None]:
@@ -374,7 +375,8 @@ def _kind_of_cpu(name: str) -> str:
 
 def normalise(name: str) -> str:
     """A name without case, marks and kinds of separator: ``AMD_Instinct MI100`` -> ``amd-instinct-mi100``."""
-    return re.sub(r"[\s_/-]+", "-", re.sub(r"\((r|tm|c)\)", " ", name.lower())).strip("-")
+    plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
+    return re.sub(r"[\s_/-]+", "-", plain).strip("-")
 
 
 #: Words that may be left out of a name.

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 #: Seconds of Python and PyTorch for an operator of a GPU, and how much hosts differ (standard deviation of logarithms): of the
 #: networks written in ``benchmarks/eager.py`` on two machines, 14 to 25 us.
 _CALL_S, _HOSTS = 19e-6, 0.2
-#: Cycles around an operator that finds its code in no cache: 9.5 us, as 27 networks of training took on a Zen 4; 1.5 us
-#: where level 2 holds the network. A result comes from memory once, unlike that of an operator that is repeated: at the
-#: rate of one core of a Zen 4.
+#: Cycles around an operator that finds its code in no cache (9.5 us: 27 networks of training on a Zen 4), and where level 2 has
+#: the network. A result comes from memory once, unlike that of an operator that is repeated: at the rate of a Zen 4's core.
 _CALL_CYCLES, _NEAR_CYCLES, _RESULT_GB_S = 35_000.0, 5_500.0, 27.0
 #: Part of the last cache that holds what the last run used.
 _KEPT = 0.8

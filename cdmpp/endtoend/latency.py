@@ -99,9 +99,7 @@ def predict_latency(
     resolved = with_known_clock(device)
     if runs_eagerly(network, runtime, schedule):
         if isinstance(predictor, Predictor) or streams > 1:
-            raise NetworkError(
-                "PyTorch runs operators one by one: streams and predictors of programs are of runtime tvm"
-            )
+            raise NetworkError("PyTorch runs operators one by one: streams and predictors of programs are for TVM")
         return eager_latency(network, resolved, predictor, price_per_hour, coverage, launch_overhead_us)  # type: ignore[arg-type]
     if runtime == "torch" and resolved.kind == "cpu":
         raise NetworkError("PyTorch runs networks, not tasks, on a CPU: give a network's name or file")

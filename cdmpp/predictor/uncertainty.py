@@ -393,9 +393,13 @@ def describe_pairs(
 
 def _distance_to_nearest(pairs: NDArray[np.float32], centres: NDArray[np.float32]) -> NDArray[np.float64]:
     """Distance of each pair to the nearest centre, float64 (n,)."""
-    a, b = pairs.astype(np.float64), centres.astype(np.float64)
+    return np.sqrt(squared_distances(pairs.astype(np.float64), centres.astype(np.float64)).min(1))
+
+
+def squared_distances(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Squared Euclidean distances of rows, (n, d) and (m, d) -> (n, m): by a product, as both uses wait for many of them."""
     squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None, :] - 2 * a @ b.T
-    return np.sqrt(np.maximum(squares.min(1), 0.0))
+    return np.maximum(squares, 0.0)
 
 
 def _novel(encoder: FeatureEncoder, asts: Sequence[CompactAST]) -> NDArray[np.bool_]:

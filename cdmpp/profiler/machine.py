@@ -66,7 +66,8 @@ def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[
             f"this process may use {len(cores)}"
         )
     # From the top: the operating system prefers the first core for its own work.
-    return tuple(tuple(sorted(list(cores)[::-1][i * threads : (i + 1) * threads])) for i in range(degree))
+    chosen = list(cores)[::-1]
+    return tuple(tuple(sorted(chosen[i * threads : (i + 1) * threads])) for i in range(degree))
 
 
 def own_the_core() -> str:

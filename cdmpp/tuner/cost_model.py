@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
-from scipy.spatial.distance import cdist
 from tvm.ir.utils import derived_object
 from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel
@@ -43,6 +42,7 @@ from cdmpp.device import DEVICE_FEATURES, Device, get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.predictor.pair_features import estimate_s, reference_s
+from cdmpp.predictor.uncertainty import squared_distances
 from cdmpp.profiler.engine import Outcome, label
 from cdmpp.program import import_tvm
 from cdmpp.program.ast import CompactAST
@@ -182,7 +182,7 @@ class Kernel:
 
     def covariance(self, z: FloatArray, task: IntArray, z2: FloatArray, task2: IntArray) -> FloatArray:
         """Covariance without noise, (n, m), of programs z (n, d) and z2 (m, d) of tasks (n,) and (m,)."""
-        near = np.exp(-0.5 * cdist(z, z2, "sqeuclidean") / self.length**2)
+        near = np.exp(-0.5 * squared_distances(z, z2) / self.length**2)
         same = task[:, None] == task2[None, :]
         return self.common + self.shared * near + same * (self.offset + self.own * near)
 
@@ -266,7 +266,7 @@ def _candidates(z: FloatArray, task: IntArray, residual: FloatArray) -> Iterator
     offset = max(float(np.mean(means**2)), _LEAST**2)
     within = float(np.sum((residual - means[number]) ** 2)) / max(len(residual) - len(tasks), 1)
     within = max(within, _LEAST**2)
-    distances = cdist(z, z)
+    distances = np.sqrt(squared_distances(z, z))
     apart = distances[distances > 1e-9]
     typical = float(np.median(apart)) if len(apart) else 1.0
     yield Kernel(within, offset, length=typical)
