@@ -37,8 +37,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "standard positional encoding": {"model": {"positional": "standard"}},
     "no CMD": {"loss": {"cmd_weight": 0.0}},
     "CMD 0.1": {"loss": {"cmd_weight": 0.1}},
-    "no ranking term": {"loss": {"rank_weight": 0.0}},
-    "ranking term 0.3": {"loss": {"rank_weight": 0.3}},
     "no device features": {"model": {"device": "none"}},
     "absolute labels": {"label": {"relative_to": "none"}},
     "labels relative to the roofline": {"label": {"relative_to": "roofline"}},
@@ -47,6 +45,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "log labels": {"label": {"transform": "log"}},
     "no piecewise-linear encoding": {"model": {"bins": 0}},
     "no instruction counts": {"loss": {"codegen_weight": 0.0}},
+    "two networks": {"train": {"members": 2}},
+    "two networks, unmeasured pairs": {"train": {"members": 2}, "data": {"unmeasured": True}},
     "flatten": {"model": {"pooling": "flatten"}},
     "sum pooling": {"model": {"pooling": "sum"}},
     "mean pooling": {"model": {"pooling": "mean"}},
@@ -86,7 +86,7 @@ def score_variants(
         twin = done.setdefault(config.model_dump_json(), variant)
         if twin == variant:
             model = make_model("ours", seed, config=config)
-            score_model(results, model, data, split, key, measured=False)
+            score_model(results, model, data, split, key)
     for name in FEATURE_MODELS:
         score_model(results, make_model(name, seed), data, split, {"seed": seed, "model": name})
 

@@ -129,7 +129,7 @@ def measurements(table: pd.DataFrame, model: OperatorModel, seed: int) -> Iterat
                     if select == "one constant":
                         shift += np.median(errors[chosen])
                     else:
-                        fit = fit_errors(*(own[chosen] for own in traits), errors[chosen], seed)
+                        fit = fit_errors(traits[0][chosen], traits[1][chosen], errors[chosen], seed)
                         shift += 0.0 if fit.correction is None else fit.correction.logs(np.concatenate(traits, axis=1))
                 off = pd.Series(np.abs(np.expm1(shift - errors))[rest])
                 of_kind = off.groupby(kinds(part)[rest]).agg(["median", "mean"]).mean()

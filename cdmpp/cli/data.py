@@ -232,17 +232,20 @@ def _add_codegen(sub: ui.Parser) -> None:
     ui.add(sub, "builders", default=1, help="building processes")
     ui.hide(sub, "--workers", dest="builders", type=int, default=1)
     ui.add(sub, "object_cache", "ray")
+    ui.add(sub, "device", help="also for these CPUs, where nothing was measured: to train with data.unmeasured")
 
 
 def _codegen(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """Count the instructions of a dataset's compiled programs, for better predictions.
 
     cdmpp codegen runs/mine
-    cdmpp codegen runs/mine runs/untuned --builders 4
+    cdmpp codegen runs/mine runs/untuned --builders 4 --device this-cpu@1,epyc-zen3-2.45ghz@1
     """
     from cdmpp.dataset.codegen import CODEGEN_FILE, collect_codegen
+    from cdmpp.device import get_device
 
     summary: dict[str, int] = {}
+    cpus = [get_device(name) for name in (args.device or "").split(",") if name]
     pool = None
     if args.ray is not None:
         from cdmpp.profiler.ray import connect
@@ -250,7 +253,7 @@ def _codegen(args: ui.Namespace, console: Console, errors: Console) -> Any:
         pool = connect(args.ray)
     for folder in args.data:
         with ui.Bar(errors, f"programs of {folder} without counts") as bar:
-            summary[folder] = len(collect_codegen(folder, args.builders, bar.update, args.object_cache, pool))
+            summary[folder] = len(collect_codegen(folder, args.builders, bar.update, args.object_cache, pool, cpus))
         ui.say(console, f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
     return summary
 

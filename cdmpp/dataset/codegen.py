@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from functools import cache, partial
@@ -68,8 +68,10 @@ def collect_codegen(
     progress: Callable[[int, int], None] | None = None,
     object_cache: str | Path | None = None,
     pool: Any = None,
+    cpus: Sequence[Device] = (),
 ) -> Counts:
-    """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions.
+    """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions; all of them
+    also for these ``cpus``, on which nothing need be measured.
 
     The file is written every few hundred programs. A program that does not compile is left out. ``progress`` is called with
     the numbers of programs done and wanted. What ``object_cache`` has (``cdmpp profile --object-cache``) is not compiled
@@ -82,14 +84,15 @@ def collect_codegen(
     path = Path(folder) / CODEGEN_FILE
     counts = load_codegen(path) if path.exists() else {}
     wanted: dict[tuple[str, str], _Wanted] = {}
-    for name, table in view.labels(None).groupby("device", observed=True):
-        device = view.devices[str(name)]
+    labels = view.labels(None)
+    groups = [(view.devices[str(name)], table["program"]) for name, table in labels.groupby("device", observed=True)]
+    for device, programs in [*groups, *((cpu, labels["program"].unique()) for cpu in cpus)]:
         if device.target.get("kind") != "llvm":
             continue
         if device.vendor == "arm":
             logger.warning("%s: only programs compiled for x86 CPUs are counted", device.name)
             continue
-        for digest in table["program"]:
+        for digest in programs:
             key = (str(digest), counts_key(device))
             if key not in counts:
                 program = view.programs[key[0]]

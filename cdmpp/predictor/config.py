@@ -46,9 +46,9 @@ class ModelConfig(_Section):
     #: Whether the network has a second decoder, which is told the instructions of the compiled program besides
     #: (:mod:`cdmpp.program.codegen`) and learns from the programs with counts: ``predict(..., compiled=True)``.
     compiled: bool = False
-    #: Size and activation of the pooled embedding; bounded (``tanh``, ``sigmoid``) so that CMD is defined.
+    #: Size and activation of the pooled embedding; bounded (``tanh``) so that CMD is defined.
     embedding_dim: int = Field(128, ge=1)
-    embedding_activation: Literal["tanh", "sigmoid", "none"] = "tanh"
+    embedding_activation: Literal["tanh", "none"] = "tanh"
     #: Whether the network has a second head, used in training only, that predicts the instructions a compiler makes of
     #: the program (:mod:`cdmpp.program.codegen`).
     codegen: bool = False
@@ -96,8 +96,6 @@ class LossConfig(_Section):
     #: MSE of the standardised logarithms of the instruction counts, for the programs that have some; needs
     #: ``model.codegen``. Left out, with a warning, where no training program has any.
     codegen_weight: float = Field(0.0, ge=0)
-    #: Pairwise logistic loss on the order of programs of one task on one device.
-    rank_weight: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
     def _check(self) -> LossConfig:
@@ -143,11 +141,13 @@ class TrainConfig(_Section):
 
 
 class DataConfig(_Section):
-    """Which records: dataset folders (or folders of them), devices and program origins (None: all)."""
+    """Which records: dataset folders (or folders of them), and devices (None: all)."""
 
     paths: tuple[str, ...] = ()
     devices: tuple[str, ...] | None = None
-    origins: tuple[str, ...] | None = None
+    #: Let the first network learn also from programs that were compiled for a CPU of the training but not measured on it
+    #: (``cdmpp codegen --device``): what the others, trained on what was measured, say of their compiled code.
+    unmeasured: bool = False
 
 
 class SplitConfig(_Section):
@@ -171,6 +171,8 @@ class Config(_Section):
     def _check(self) -> Config:
         if self.loss.codegen_weight and not self.model.codegen:
             raise ValueError("loss.codegen_weight is above 0: it needs model.codegen")
+        if self.data.unmeasured and (self.train.members < 2 or not self.model.compiled):
+            raise ValueError("data.unmeasured needs another network's labels: train.members of 2, and model.compiled")
         return self
 
 

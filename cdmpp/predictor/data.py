@@ -155,15 +155,13 @@ def gather(
     progress: CountCallback | None = None,
 ) -> TrainingData:
     """Collect labels, ASTs and devices of datasets; missing ASTs are computed, as of :func:`collect_derived`. DatasetError: no
-    dataset, none of its records is left after the choice of devices and origins, or a device has no specification, or two."""
+    dataset, none of its records is left after the choice of devices, or a device has no specification, or two."""
     view = datasets if isinstance(datasets, DatasetView) else load_datasets(datasets)
     config = config or DataConfig()
     labels = view.labels(list(config.devices) if config.devices is not None else None)
-    if config.origins is not None:
-        labels = labels[labels["origin"].isin(config.origins)]
     labels = labels.reset_index(drop=True)
     if labels.empty:
-        raise DatasetError("no ok record is left after the choice of devices and origins")
+        raise DatasetError("no ok record is left after the choice of devices")
     asts = collect_asts(view, labels["program"].unique(), progress)
     missing = ~labels["program"].isin(list(asts))
     if missing.any():

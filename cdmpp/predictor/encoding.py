@@ -568,7 +568,6 @@ class LabelledArrays(PairArrays):
 
     latency_s: NDArray[np.float64]
     reference_s: NDArray[np.float64] | None = None
-    group: NDArray[np.int64] | None = None
     codegen: NDArray[np.float32] | None = None
 
     def take(self, rows: NDArray[np.int64]) -> LabelledArrays:

@@ -1,4 +1,4 @@
-"""Training losses: hybrid MSE + MAPE, pairwise ranking, and central moment discrepancy between embeddings."""
+"""Training losses: hybrid MSE + MAPE, and central moment discrepancy between embeddings."""
 
 from __future__ import annotations
 
@@ -40,19 +40,6 @@ def hybrid_loss(
         log_predicted = transform.log_inverse(label, log_reference)
         loss = loss + config.mape_weight * relative_error(log_predicted, log_target_s, config.mape_cap).mean()
     return loss
-
-
-def pairwise_ranking(log_predicted: torch.Tensor, log_target: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """Mean logistic loss over the pairs of a group with different latencies; 0 without such a pair (RankNet).
-
-    ``log(1 + exp(log p_fast - log p_slow))`` with ``p`` the predicted latencies of the faster and the slower one
-    (Burges et al. 2005, equation 3, with log latencies as the scores). All arguments are (n,); programs are compared where
-    ``group``, int64, is equal, such as one task on one device.
-    """
-    slower = (group[:, None] == group[None, :]) & (log_target[:, None] > log_target[None, :])
-    slow, fast = torch.nonzero(slower, as_tuple=True)
-    losses = torch.nn.functional.softplus(log_predicted[fast] - log_predicted[slow])
-    return losses.sum() / max(1, len(losses))
 
 
 def central_moment_discrepancy(

@@ -235,11 +235,7 @@ class LatencyNetwork(nn.Module):
             else:
                 pooled = hidden.sum(1) / (count if config.pooling == "mean" else 1.0)
         embedding = self.embedding(torch.cat([pooled, torch.log(count)], dim=1))
-        if config.embedding_activation == "tanh":
-            return torch.tanh(embedding)
-        if config.embedding_activation == "sigmoid":
-            return torch.sigmoid(embedding)
-        return embedding
+        return torch.tanh(embedding) if config.embedding_activation == "tanh" else embedding
 
     def _project(self, batch: PaddedBatch) -> torch.Tensor:
         """``leaf_projection`` of leaves and their bins, (batch, length, dim), without what padding and bins that are

@@ -18,7 +18,7 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
 from cdmpp.predictor.encoding import Context, LabelledArrays, LabelTransform, PaddedBatch, PairArrays, training_batches
-from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss, pairwise_ranking
+from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss
 from cdmpp.predictor.network import LatencyNetwork, embeddings_of, predict_labels
 from cdmpp.predictor.processes import Processes, pick_device
 from cdmpp.program.codegen import STATIC_FEATURES
@@ -31,8 +31,6 @@ ProgressCallback = Callable[[dict[str, Any]], None]
 #: An epoch's batches, as numbers of training pairs; the same number of batches in every epoch.
 BatchSampler = Callable[[np.random.Generator], list[NDArray[np.int64]]]
 
-#: Bounds of the embedding by its activation: CMD is defined between bounded samples only.
-_BOUNDS = {"tanh": (-1.0, 1.0), "sigmoid": (0.0, 1.0)}
 #: Standard deviations of logarithms below which an instruction count is constant.
 _CONSTANT_STD = 1e-5
 
@@ -47,13 +45,12 @@ def learning_rate(step: int, total_steps: int, peak: float, warmup_fraction: flo
 
 
 class _Truth(NamedTuple):
-    """What predicted labels are compared with, (n,) each: standardised labels, logarithms of seconds, of the reference (None
-    where labels are not relative to one), and a group, equal where task and device are (None where order does not count)."""
+    """What predicted labels are compared with, (n,) each: standardised labels, logarithms of seconds, and of the
+    reference (None where labels are not relative to one)."""
 
     target: torch.Tensor
     log_latency: torch.Tensor
     log_reference: torch.Tensor | None
-    group: torch.Tensor | None
 
     def of(self, chosen: torch.Tensor, where: torch.device) -> _Truth:
         """The same of some, their numbers or bool (n,), on a torch device."""
@@ -93,7 +90,7 @@ class Trainer:
         self._train, self._valid = train, valid
         self._terms = config.loss
         self._adapt = adapt
-        self._bounds = _cmd_bounds(config, adapt)
+        _check_cmd(config, adapt)
         self._sampler = sampler or self._every_pair_once
         self._processes = processes or Processes(pick_device(config.train.device))
         self._where = self._processes.where
@@ -114,14 +111,10 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay, fused=True
         )
-        group = train.group if config.loss.rank_weight else None
-        if config.loss.rank_weight and group is None:
-            raise PredictorError("loss.rank_weight is above 0, but the pairs' tasks are not known")
         self._truth = _Truth(
             torch.from_numpy(transform.forward(train.latency_s, train.reference_s)).float(),
             torch.from_numpy(np.log(train.latency_s)).float(),
             None if train.reference_s is None else torch.from_numpy(np.log(train.reference_s)).float(),
-            None if group is None else torch.from_numpy(group),
         )
         self._codegen = _codegen_targets(train.codegen) if config.loss.codegen_weight else None
         self._average = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
@@ -316,17 +309,13 @@ class Trainer:
             rows = rng.choice(len(self._adapt), min(n, len(self._adapt)), replace=False)
             programs, there = self._adapt.batch(rows[self._processes.part(len(rows))], self._where)
             target = gathered(network.embed(programs, there.device), len(rows))
-            cmd = central_moment_discrepancy(gathered(embedding, n), target, terms.cmd_moments, *self._bounds)
+            cmd = central_moment_discrepancy(gathered(embedding, n), target, terms.cmd_moments)
             loss = loss + terms.cmd_weight * cmd
         return loss, cmd
 
     def _label_loss(self, label: torch.Tensor, truth: _Truth) -> torch.Tensor:
         """Loss of predicted labels (n,)."""
-        loss = hybrid_loss(self._terms, self._transform, label, *truth[:3])
-        if truth.group is not None:
-            log_predicted = self._transform.log_inverse(label, truth.log_reference)
-            loss = loss + self._terms.rank_weight * pairwise_ranking(log_predicted, truth.log_latency, truth.group)
-        return loss
+        return hybrid_loss(self._terms, self._transform, label, *truth)
 
     def _validate(self) -> float:
         current = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
@@ -372,21 +361,15 @@ def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
     return torch.from_numpy((logs - np.nanmean(logs, axis=0)) / np.where(std > _CONSTANT_STD, std, 1.0)).float()
 
 
-def _cmd_bounds(config: Config, adapt: PairArrays | None) -> tuple[float, float]:
-    """Bounds of the embedding; PredictorError where CMD is asked for and cannot be had."""
-    activation = config.model.embedding_activation
-    if config.loss.cmd_weight:
-        if adapt is None or not len(adapt):
-            raise PredictorError(
-                "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
-                "has them with adapt=0.3, a finetuning with --adapt 0.3"
-            )
-        if activation not in _BOUNDS:
-            raise PredictorError(
-                f"loss.cmd_weight needs a bounded embedding: model.embedding_activation is {activation}, "
-                f"not {' or '.join(_BOUNDS)}"
-            )
-    return _BOUNDS.get(activation, (-1.0, 1.0))
+def _check_cmd(config: Config, adapt: PairArrays | None) -> None:
+    """PredictorError where CMD is asked for and cannot be had."""
+    if config.loss.cmd_weight and not adapt:
+        raise PredictorError(
+            "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
+            "has them with adapt=0.3, a finetuning with --adapt 0.3"
+        )
+    if config.loss.cmd_weight and config.model.embedding_activation != "tanh":
+        raise PredictorError("loss.cmd_weight needs a bounded embedding: model.embedding_activation is none, not tanh")
 
 
 def _load(network: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -33,6 +34,7 @@ from cdmpp.predictor.processes import Processes, torchrun_processes
 from cdmpp.predictor.trainer import ProgressCallback, Trainer
 from cdmpp.predictor.uncertainty import Calibration, Familiarity
 from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES
+from cdmpp.program.codegen.core import counts_key
 
 logger = logging.getLogger(__name__)
 
@@ -80,22 +82,47 @@ def _train(
 ) -> TrainResult:
     """:func:`train` of one of some processes, on data in memory."""
     split = split_data(config.split.spec, data)
-    fitted, final, history = _train_network(config, data, split, out, progress, resume, processes)
-    predictor = fitted.predictor(final.best, training_summary(config, data, split, final))
-    networks = [predictor.network]
-    for number in range(1, config.train.members):
-        seeded = {"train": config.train.model_copy(update={"seed": config.train.seed + number})}
-        own, folder = config.model_copy(update=seeded), out / f"member{number}"
-        fitted, final, _ = _train_network(own, data, split, folder, progress, resume, processes)
-        networks.append(fitted.predictor(final.best, {}).network)
+    taught, trained = (data, split), list[Predictor]()
+    for number in [*range(1, config.train.members), 0]:
+        if number == 0 and config.data.unmeasured:
+            teacher = replace(trained[0], members=tuple(other.network for other in trained[1:]))
+            taught = with_unmeasured(data, split, teacher)
+        own = config.model_copy(update={"train": config.train.model_copy(update={"seed": config.train.seed + number})})
+        folder = out if number == 0 else out / f"member{number}"
+        fitted, final, history = _train_network(own, *taught, folder, progress, resume, processes)
+        trained.append(fitted.predictor(final.best, training_summary(config, data, split, final)))
+    networks = [each.network for each in trained]
     if len(networks) > 1:
         with torch.no_grad():  # exact in half precision, so that several take no more room than one
             for weights in [weights for network in networks for weights in network.parameters()]:
                 weights.copy_(weights.half())
-    predictor = calibrated(replace(predictor, members=tuple(networks[1:])), data, split)
+    predictor = calibrated(replace(trained[-1], members=tuple(networks[:-1])), data, split)
     if processes.rank == 0:
         predictor.save(out / "predictor")
     return TrainResult(predictor, data, split, history)
+
+
+def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tuple[TrainingData, Split]:
+    """Data with programs of the training part on other CPUs of it, for which they were compiled but not measured, and the split
+    with these pairs in its training part. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of
+    the compiled code: it errs half as much as one that has only the AST, which learns from them as from measured ones (Hinton
+    et al., *Distilling the knowledge in a neural network*, 2015)."""
+    train = data.labels.iloc[split.train]
+    hidden = data.labels["program"].iloc[np.concatenate([split.valid, split.test, split.adapt])]
+    programs = train[~train["program"].isin(hidden)].groupby("program").first()
+    known = set(zip(data.labels["program"], data.labels["device"], strict=True))
+    codes = {name: counts_key(data.devices[name]) for name in sorted(train["device"].unique())}
+    pairs = [
+        (program, name)
+        for name, code in codes.items()
+        for program in programs.index
+        if (program, code) in data.codegen and (program, name) not in known
+    ]
+    more = pd.DataFrame(pairs, columns=["program", "device"]).join(programs.drop(columns="device"), on="program")
+    labels = pd.concat([data.labels, more.assign(noise=np.nan, n_records=0)], ignore_index=True)
+    united, rows = replace(data, labels=labels), len(data) + np.arange(len(more))
+    labels.loc[rows, "latency_s"] = teacher.predict_rows(united, rows, Evidence.of_rows(united, rows, compiled=True))
+    return united, replace(split, train=np.concatenate([split.train, rows]))
 
 
 def _train_network(
@@ -157,7 +184,9 @@ def prepare(
     ``make_network`` makes for the training pairs."""
     if not len(split.train):
         raise PredictorError("the split leaves no training records")
-    table = data.labels.iloc[split.train]
+    real = data.labels["n_records"].to_numpy() > 0
+    measured = split.train[real[split.train]]  # what another predictor says fits nothing but weights
+    table = data.labels.iloc[measured]
     specs = {name: data.devices[name] for name in sorted(table["device"].unique())}
     vectors = data.device_vectors()
     devices = {name: vectors[name] for name in specs}
@@ -167,11 +196,11 @@ def prepare(
         "device": (np.stack(list(devices.values())), DEVICE_FEATURES),
     }
     if config.model.pairs:
-        parts["pair"] = (data.pair_features[split.train], PAIR_FEATURES)
-    if config.model.compiled and data.counted(split.train).any():
+        parts["pair"] = (data.pair_features[measured], PAIR_FEATURES)
+    if config.model.compiled and data.counted(measured).any():
         code = data.code_features
-        parts["code"] = (code.program[split.train], CODE_FEATURES)
-        parts["loop"] = (code.loops[split.train].reshape(-1, len(LOOP_CODE_FEATURES)), LOOP_CODE_FEATURES)
+        parts["code"] = (code.program[measured], CODE_FEATURES)
+        parts["loop"] = (code.loops[measured].reshape(-1, len(LOOP_CODE_FEATURES)), LOOP_CODE_FEATURES)
     elif config.model.compiled:
         logger.warning(
             "the training programs have no instruction counts, so the network cannot learn from any: cdmpp codegen DIR "
@@ -179,16 +208,15 @@ def prepare(
         )
     encoder = encoding.FeatureEncoder.fit(FEATURE_SET, parts, config.encoder.clip)
     arrays = encode(data, encoder, config.label.relative_to)
+    arrays = replace(arrays, has_code=arrays.has_code & torch.from_numpy(real))
     if config.model.general_part:  # devices in order of their names, as if the network had never seen them
         on_gpu = np.array([device.kind == "gpu" for device in data.numbered_pairs()[1]])[:, None]
         seen = arrays.device_rows.numpy()
         rows = torch.from_numpy(np.where(on_gpu, encoder.general_devices(seen), seen))
         keep = torch.from_numpy(np.where(on_gpu, GENERAL_PAIRS[: encoder.pair_dim], np.float32(1)))
         arrays = replace(arrays, general=encoding.GeneralInputs(rows, keep))
-    fitting = arrays.take(split.train)
-    transform = encoding.fit_transform(
-        config.label.transform, fitting.latency_s, fitting.reference_s, config.label.relative_to
-    )
+    label, known, fitting = config.label, arrays.take(measured), arrays.take(split.train)
+    transform = encoding.fit_transform(label.transform, known.latency_s, known.reference_s, label.relative_to)
     trainer = Trainer(
         config,
         transform,
@@ -214,7 +242,6 @@ def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative_to: st
         **vars(arrays),
         latency_s=data.latency_s,
         reference_s=data.reference_s(relative_to) if relative_to not in ("", "none") else None,
-        group=data.labels.groupby(["task", "device"], observed=True).ngroup().to_numpy(dtype=np.int64),
         codegen=data.codegen_counts,
     )
 

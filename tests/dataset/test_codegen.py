@@ -48,7 +48,10 @@ def test_what_was_compiled_before_is_counted_where_it_lies(tmp_path: Path) -> No
     spaces = [job.space for job in jobs if job.space is not None]
     for name in ("all", "kept"):
         write_dataset(tmp_path / name, [jobs[0].task], spaces, [job.program for job in jobs], records)
-    compiled = collect_codegen(tmp_path / "all")
+    elsewhere = get_device("epyc-zen3-2.45ghz@1")
+    compiled = collect_codegen(tmp_path / "all", cpus=[elsewhere])
+    both = {(job.program.hash, counts_key(cpu)) for job in jobs for cpu in (device, elsewhere)}
+    assert compiled.keys() == both == load_codegen(tmp_path / "all" / "codegen.parquet").keys()
     first, second = ((job.program.hash, counts_key(device)) for job in jobs)
     assert compiled[first].tolist() != compiled[second].tolist(), "the two must differ"
     # the second one's object under the first one's name shows which is read; what is not kept is compiled

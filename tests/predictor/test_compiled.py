@@ -13,13 +13,13 @@ import torch
 from cdmpp.device import get_device
 from cdmpp.errors import PredictorError, ProgramError
 from cdmpp.predictor import Predictor, evaluate
-from cdmpp.predictor.data import split_data
+from cdmpp.predictor.data import split_data, subset
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.pair_features import TIME_PARTS
 from cdmpp.predictor.search import search
-from cdmpp.predictor.training import prepare, train
+from cdmpp.predictor.training import prepare, train, with_unmeasured
 from cdmpp.program.codegen import CODEGEN_FEATURES
-from tests.samples.training import change_state, small_config, with_counts
+from tests.samples.training import change_state, changed, small_config, with_counts
 
 SPEC = "within_task:seed=0"
 LONG, STEPS = (SPEC, {"compiled": True}), {"epochs": 15, "batch_size": 32, "learning_rate": 0.01}
@@ -69,6 +69,48 @@ def test_members_are_networks_of_further_seeds_averaged_where_the_code_is_known(
     assert both.predict_rows(counted, rows) == pytest.approx(plain, rel=0.05) and np.abs(logs[0] - logs[1]).max() > 0.2
     loaded = Predictor.load(tmp_path / "0")
     assert (loaded.predict_rows(counted, rows, code) == both.predict_rows(counted, rows, code)).all()
+
+
+def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_measured_there(
+    counted, trained, tmp_path
+):
+    spec = "by_network:heldout=net0;valid=net1;seed=0"
+    there = (counted.labels["device"] == "slow").to_numpy()
+    lacking = (
+        counted.labels["task"].isin(["t008", "t010"]).to_numpy() & there
+    )  # of net0, which is held out, and of net2
+    known = subset(counted, np.flatnonzero(~lacking))
+    split = split_data(spec, known)
+    both, taught = with_unmeasured(known, split, trained.predictor)
+    new = taught.train[len(split.train) :]
+    assert (new == np.arange(len(known), len(both))).all() and both.labels.iloc[: len(known)].equals(known.labels)
+    pairs = both.labels.iloc[new]
+    expected = counted.labels[lacking & (counted.labels["task"] == "t010")]
+    expected = expected[counted.counted(expected.index.to_numpy())]
+    assert (
+        pairs[["program", "task", "device"]].values.tolist() == expected[["program", "task", "device"]].values.tolist()
+    )
+    assert (pairs["n_records"] == 0).all() and not np.isclose(pairs["latency_s"], expected["latency_s"]).all()
+    told = trained.predictor.predict_rows(both, new, Evidence.of_rows(both, new, compiled=True))
+    assert (pairs["latency_s"] == told).all()
+    fitted = prepare(small_config(*LONG), both, taught).arrays
+    assert not fitted.has_code[new].any() and fitted.has_code[split.train].any()
+    alone, taught_too = (
+        train(
+            changed(small_config(spec, {"compiled": True}, members=2), data={"unmeasured": more}),
+            known,
+            tmp_path / name,
+        )
+        for name, more in (("alone", False), ("more", True))
+    )
+    of_both = [(p.members[0].state_dict(), p.network.state_dict()) for p in (alone.predictor, taught_too.predictor)]
+    same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in zip(*of_both, strict=True)]
+    assert same == [True, False], "the other network has learned from what was measured alone"
+    rows, members = (
+        np.arange(20),
+        [replace(each.predictor, network=each.predictor.members[0], members=()) for each in (alone, taught_too)],
+    )
+    assert np.array_equal(*(member.predict_rows(known, rows) for member in members)), "both take the same inputs"
 
 
 def test_intervals_are_of_the_kind_of_prediction(trained):

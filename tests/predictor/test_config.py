@@ -37,6 +37,7 @@ def test_an_empty_file_is_the_default(tmp_path):
         ({"train": {"epochs": 0}}, "train.epochs"),
         ({"label": {"transform": "cube"}}, "label.transform: .*'box-cox' or 'log'"),
         ({"loss": {"mse_weight": 0, "mape_weight": 0}}, "must not both be zero"),
+        ({"data": {"unmeasured": True}}, "needs another network's labels: train.members of 2, and model.compiled"),
         ({"train": {"learning_rate": "fast"}}, "train.learning_rate"),
         ([1, 2], "expected a mapping"),
     ],

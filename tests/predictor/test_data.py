@@ -90,10 +90,10 @@ def test_a_damaged_or_outdated_ast_file_is_made_again(folder, data, tmp_path, ca
     assert len(gather(copy).asts) == len(data.asts)
 
 
-def test_choice_of_devices_and_origins(folder):
+def test_choice_of_devices(folder):
     assert len(gather(folder, DataConfig(devices=("h200",)))) == 33
     with pytest.raises(DatasetError, match="no ok record is left"):
-        gather(folder, DataConfig(origins=("search",)))
+        gather(folder, DataConfig(devices=("v100-sxm2",)))
 
 
 def test_groups_of_shared_tasks(data):

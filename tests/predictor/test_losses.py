@@ -9,7 +9,7 @@ import torch
 
 from cdmpp.predictor.config import LossConfig
 from cdmpp.predictor.encoding import LabelTransform
-from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss, pairwise_ranking, relative_error
+from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss, relative_error
 
 
 def test_relative_error_is_exact_up_to_the_cap():
@@ -53,31 +53,3 @@ def test_cmd_uses_the_norm_over_dimensions_and_is_zero_for_equal_samples():
     assert central_moment_discrepancy(source, source.flip(0)).item() == pytest.approx(0, abs=1e-6)
     shifted = central_moment_discrepancy(source, source + torch.tensor([0.3, 0.4]), moments=1, low=0.0, high=1.0)
     assert shifted.item() == pytest.approx(0.5, abs=1e-6)
-
-
-def test_pairwise_ranking_against_a_hand_computation():
-    # group 0: rows 0, 2, 3, where 2 and 3 are equally fast and make no pair; group 1 is a single row
-    group = torch.tensor([0, 1, 0, 0])
-    log_target = torch.tensor([2.0, 9.0, 1.0, 1.0])
-    log_predicted = torch.tensor([0.5, -9.0, 0.2, 0.9])
-    # pairs (slow, fast): (0, 2) ranked right by 0.3, (0, 3) ranked wrong by 0.4
-    expected = (math.log1p(math.exp(-0.3)) + math.log1p(math.exp(0.4))) / 2
-    assert pairwise_ranking(log_predicted, log_target, group).item() == pytest.approx(expected)
-
-
-def test_pairwise_ranking_ignores_scale_and_order_of_rows_and_pushes_wrong_pairs_apart():
-    group, log_target = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 2.0, 3.0, 0.0])
-    log_predicted = torch.tensor([1.0, 0.0, 1.0, 1.0], requires_grad=True)
-    loss = pairwise_ranking(log_predicted, log_target, group)
-    flipped = pairwise_ranking(log_predicted.flip(0) + 5.0, 3 * log_target.flip(0), group.flip(0))
-    assert flipped.item() == pytest.approx(loss.item())
-    loss.backward()
-    # a step against the gradient makes the slower one of each pair slower
-    assert (torch.sign(log_predicted.grad) == torch.tensor([1.0, -1.0, -1.0, 1.0])).all()
-
-
-def test_pairwise_ranking_without_pairs_is_zero_and_has_a_gradient():
-    log_predicted = torch.tensor([1.0, 0.0], requires_grad=True)
-    loss = pairwise_ranking(log_predicted, torch.tensor([1.0, 1.0]), torch.tensor([0, 0]))
-    loss.backward()
-    assert loss.item() == 0.0 and log_predicted.grad.tolist() == [0.0, 0.0]
