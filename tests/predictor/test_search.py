@@ -235,6 +235,7 @@ def test_a_baseline_starts_with_what_it_has(data, small, tmp_path, scripted, nam
 def test_what_the_search_found_is_what_ships(config: str, besides: set[str]) -> None:
     """Longer trainings average the weights over longer; with GPUs' records another weight of MAPE is better."""
     best = json.loads(Path("configs/search/ours.json").read_text())["best"]["values"]
+    assert best.pop("loss.rank_weight") == 0, "the term is gone"
     ships = own_values(load_config(f"configs/{config}.yaml"), search_space("ours"))
     assert {k: v for k, v in ships.items() if k not in besides} == {k: v for k, v in best.items() if k not in besides}
 
