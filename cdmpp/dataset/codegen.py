@@ -18,7 +18,7 @@ from cdmpp.dataset.record import read_parquet, write_parquet
 from cdmpp.dataset.store import load_datasets
 from cdmpp.device import Device
 from cdmpp.errors import CdmppError, DatasetError
-from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION, ObjectCache
+from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION, ObjectCache, is_counted
 from cdmpp.program.codegen.core import core_name, core_of, counts_key
 from cdmpp.program.codegen.counts import codegen_features, compiled_features, require_decoder
 from cdmpp.program.space import Rebuilder
@@ -76,10 +76,12 @@ def collect_codegen(
     The file is written every few hundred programs. A program that does not compile is left out. ``progress`` is called with
     the numbers of programs done and wanted. What ``object_cache`` has (``cdmpp profile --object-cache``) is not compiled
     again, and what it lacks is kept there. ``pool``, in place of processes of this machine, has the method ``map`` of
-    :class:`concurrent.futures.Executor`. DatasetError: no dataset in the folder, or the file cannot be written;
+    :class:`concurrent.futures.Executor`. DatasetError: no dataset in the folder, another device, or the file cannot be written;
     CdmppError: what decodes instructions is not installed.
     """
     require_decoder()
+    if others := [cpu.name for cpu in cpus if not is_counted(cpu)]:
+        raise DatasetError(f"{', '.join(others)}: only programs compiled for x86 CPUs are counted")
     view = load_datasets(folder)
     path = Path(folder) / CODEGEN_FILE
     counts = load_codegen(path) if path.exists() else {}

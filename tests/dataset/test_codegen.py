@@ -43,12 +43,13 @@ def test_counts_round_trip_and_what_is_damaged_or_of_another_version_is_refused(
 
 def test_what_was_compiled_before_is_counted_where_it_lies(tmp_path: Path) -> None:
     jobs = sampled(matmul_task(), 2)
-    device = get_device("xeon-cascadelake-2.5ghz@1")
+    device, elsewhere = get_device("xeon-cascadelake-2.5ghz@1"), get_device("epyc-zen3-2.45ghz@1")
     records = [Record(job.program.hash, device.name, "ok", 1e-3) for job in jobs]
     spaces = [job.space for job in jobs if job.space is not None]
     for name in ("all", "kept"):
         write_dataset(tmp_path / name, [jobs[0].task], spaces, [job.program for job in jobs], records)
-    elsewhere = get_device("epyc-zen3-2.45ghz@1")
+    with pytest.raises(DatasetError, match="h200: only programs compiled for x86 CPUs are counted"):
+        collect_codegen(tmp_path / "all", cpus=[get_device("h200")])
     compiled = collect_codegen(tmp_path / "all", cpus=[elsewhere])
     both = {(job.program.hash, counts_key(cpu)) for job in jobs for cpu in (device, elsewhere)}
     assert compiled.keys() == both == load_codegen(tmp_path / "all" / "codegen.parquet").keys()
