@@ -232,7 +232,9 @@ def _add_codegen(sub: ui.Parser) -> None:
     ui.add(sub, "builders", default=1, help="building processes")
     ui.hide(sub, "--workers", dest="builders", type=int, default=1)
     ui.add(sub, "object_cache", "ray")
-    ui.add(sub, "device", help="also for these CPUs, where nothing was measured: to train with data.unmeasured")
+    ui.add(
+        sub, "device", default="", help="also for these CPUs, where nothing was measured: to train with data.unmeasured"
+    )
 
 
 def _codegen(args: ui.Namespace, console: Console, errors: Console) -> Any:
@@ -245,7 +247,7 @@ def _codegen(args: ui.Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.device import get_device
 
     summary: dict[str, int] = {}
-    cpus = [get_device(name) for name in (args.device or "").split(",") if name]
+    cpus = [get_device(name.strip()) for name in args.device.split(",") if name.strip()]
     pool = None
     if args.ray is not None:
         from cdmpp.profiler.ray import connect

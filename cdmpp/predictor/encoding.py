@@ -562,9 +562,8 @@ class PairArrays:
 
 @dataclass(frozen=True)
 class LabelledArrays(PairArrays):
-    """Labelled pairs: ``latency_s`` float64 (n,), ``reference_s`` where labels are relative to it, ``group`` int64
-    (n,), equal where task and device are (for the ranking loss), and ``codegen``, instruction counts, float32 (n,
-    len(CODEGEN_FEATURES)), NaN for none."""
+    """Labelled pairs: ``latency_s`` float64 (n,), ``reference_s`` where labels are relative to it, and ``codegen``,
+    instruction counts, float32 (n, len(CODEGEN_FEATURES)), NaN for none."""
 
     latency_s: NDArray[np.float64]
     reference_s: NDArray[np.float64] | None = None

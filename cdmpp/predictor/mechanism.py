@@ -140,12 +140,11 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
         (op == "grouped_gemm", (used, size["m"] / used, size["n"], size["k"])),
         *(((op == "conv") & (back == i), conv[i]) for i in range(3)),
         (op == "attention", (size["sequences"] * size["heads"] / packed, queries * packed, size["head_dim"], seen)),
+        *((op == name, (one, size["m"], size["n"], one)) for name in ("activation", "batchnorm", "copy", "reduce")),
+        (op == "pool", (one, size["batch"] * points, size["in_channels"], window)),
     ]
     for name, gates in GATES.items():  # one step after the other
         kinds.append((op == name, (size["tokens"], size["m"], gates * size["n"], size["n"] + size["k"])))
-    for name in ("activation", "batchnorm", "copy", "reduce"):
-        kinds.append((op == name, (one, size["m"], size["n"], one)))
-    kinds.append((op == "pool", (one, size["batch"] * points, size["in_channels"], window)))
     masks = [mask for mask, _ in kinds]
     found = [np.select(masks, [values[i] for _, values in kinds], one) for i in range(4)]
     return found[0], np.maximum(found[1], 1.0), np.maximum(found[2], 1.0), np.maximum(found[3], 1.0)

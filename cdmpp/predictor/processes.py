@@ -2,8 +2,8 @@
 
 The loss of a step is that of the whole batch: embeddings and labels of all rows are gathered, and every process computes the
 whole loss, which it differentiates with respect to its own rows. The sum of the processes' gradients is then that of one
-process, also for what couples the rows of a batch: CMD, the order within tasks, means over the rows that have instruction
-counts. What is sent a step is the gradient, and some hundred numbers a row. Only drop-out differs from one process.
+process, also for what couples the rows of a batch: CMD, means over the rows that have instruction counts. What is sent a
+step is the gradient, and some hundred numbers a row. Only drop-out differs from one process.
 """
 
 from __future__ import annotations

@@ -85,12 +85,20 @@ class Trainer:
     ) -> None:
         if not len(train) or not len(valid):
             raise PredictorError(f"training needs training and validation records, got {len(train)} and {len(valid)}")
+        if config.loss.cmd_weight and not adapt:
+            raise PredictorError(
+                "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
+                "has them with adapt=0.3, a finetuning with --adapt 0.3"
+            )
+        if config.loss.cmd_weight and config.model.embedding_activation != "tanh":
+            raise PredictorError(
+                "loss.cmd_weight needs a bounded embedding: model.embedding_activation is none, not tanh"
+            )
         self._config = config.train
         self._transform = transform
         self._train, self._valid = train, valid
         self._terms = config.loss
         self._adapt = adapt
-        _check_cmd(config, adapt)
         self._sampler = sampler or self._every_pair_once
         self._processes = processes or Processes(pick_device(config.train.device))
         self._where = self._processes.where
@@ -359,17 +367,6 @@ def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
     logs = np.log1p(counts[:, : len(STATIC_FEATURES)])
     std = np.nanstd(logs, axis=0)
     return torch.from_numpy((logs - np.nanmean(logs, axis=0)) / np.where(std > _CONSTANT_STD, std, 1.0)).float()
-
-
-def _check_cmd(config: Config, adapt: PairArrays | None) -> None:
-    """PredictorError where CMD is asked for and cannot be had."""
-    if config.loss.cmd_weight and not adapt:
-        raise PredictorError(
-            "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
-            "has them with adapt=0.3, a finetuning with --adapt 0.3"
-        )
-    if config.loss.cmd_weight and config.model.embedding_activation != "tanh":
-        raise PredictorError("loss.cmd_weight needs a bounded embedding: model.embedding_activation is none, not tanh")
 
 
 def _load(network: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:

@@ -106,7 +106,7 @@ def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tup
     """Data with programs of the training part on other CPUs of it, for which they were compiled but not measured, and the split
     with these pairs in its training part. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of
     the compiled code: it errs half as much as one that has only the AST, which learns from them as from measured ones (Hinton
-    et al., *Distilling the knowledge in a neural network*, 2015)."""
+    et al., *Distilling the knowledge in a neural network*, 2015). PredictorError: there are none."""
     train = data.labels.iloc[split.train]
     hidden = data.labels["program"].iloc[np.concatenate([split.valid, split.test, split.adapt])]
     programs = train[~train["program"].isin(hidden)].groupby("program").first()
@@ -118,6 +118,8 @@ def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tup
         for program in programs.index
         if (program, code) in data.codegen and (program, name) not in known
     ]
+    if not pairs:
+        raise PredictorError("data.unmeasured: all compiled programs were measured; see cdmpp codegen --device")
     more = pd.DataFrame(pairs, columns=["program", "device"]).join(programs.drop(columns="device"), on="program")
     labels = pd.concat([data.labels, more.assign(noise=np.nan, n_records=0)], ignore_index=True)
     united, rows = replace(data, labels=labels), len(data) + np.arange(len(more))
@@ -215,8 +217,9 @@ def prepare(
         rows = torch.from_numpy(np.where(on_gpu, encoder.general_devices(seen), seen))
         keep = torch.from_numpy(np.where(on_gpu, GENERAL_PAIRS[: encoder.pair_dim], np.float32(1)))
         arrays = replace(arrays, general=encoding.GeneralInputs(rows, keep))
-    label, known, fitting = config.label, arrays.take(measured), arrays.take(split.train)
-    transform = encoding.fit_transform(label.transform, known.latency_s, known.reference_s, label.relative_to)
+    label, fitting = config.label, arrays.take(split.train)
+    references = None if arrays.reference_s is None else arrays.reference_s[measured]
+    transform = encoding.fit_transform(label.transform, data.latency_s[measured], references, label.relative_to)
     trainer = Trainer(
         config,
         transform,

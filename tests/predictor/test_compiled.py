@@ -76,41 +76,32 @@ def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_me
 ):
     spec = "by_network:heldout=net0;valid=net1;seed=0"
     there = (counted.labels["device"] == "slow").to_numpy()
-    lacking = (
-        counted.labels["task"].isin(["t008", "t010"]).to_numpy() & there
-    )  # of net0, which is held out, and of net2
+    # of net0, which is held out, and of net2
+    lacking = counted.labels["task"].isin(["t008", "t010"]).to_numpy() & there
     known = subset(counted, np.flatnonzero(~lacking))
     split = split_data(spec, known)
     both, taught = with_unmeasured(known, split, trained.predictor)
     new = taught.train[len(split.train) :]
     assert (new == np.arange(len(known), len(both))).all() and both.labels.iloc[: len(known)].equals(known.labels)
     pairs = both.labels.iloc[new]
+    key = ["program", "task", "device"]
     expected = counted.labels[lacking & (counted.labels["task"] == "t010")]
     expected = expected[counted.counted(expected.index.to_numpy())]
-    assert (
-        pairs[["program", "task", "device"]].values.tolist() == expected[["program", "task", "device"]].values.tolist()
-    )
+    assert pairs[key].values.tolist() == expected[key].values.tolist()
     assert (pairs["n_records"] == 0).all() and not np.isclose(pairs["latency_s"], expected["latency_s"]).all()
     told = trained.predictor.predict_rows(both, new, Evidence.of_rows(both, new, compiled=True))
     assert (pairs["latency_s"] == told).all()
     fitted = prepare(small_config(*LONG), both, taught).arrays
     assert not fitted.has_code[new].any() and fitted.has_code[split.train].any()
-    alone, taught_too = (
-        train(
-            changed(small_config(spec, {"compiled": True}, members=2), data={"unmeasured": more}),
-            known,
-            tmp_path / name,
-        )
-        for name, more in (("alone", False), ("more", True))
-    )
-    of_both = [(p.members[0].state_dict(), p.network.state_dict()) for p in (alone.predictor, taught_too.predictor)]
+    config = small_config(spec, {"compiled": True}, members=2)
+    runs = [train(changed(config, data={"unmeasured": more}), known, tmp_path / str(more)) for more in (False, True)]
+    of_both = [(run.predictor.members[0].state_dict(), run.predictor.network.state_dict()) for run in runs]
     same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in zip(*of_both, strict=True)]
     assert same == [True, False], "the other network has learned from what was measured alone"
-    rows, members = (
-        np.arange(20),
-        [replace(each.predictor, network=each.predictor.members[0], members=()) for each in (alone, taught_too)],
-    )
-    assert np.array_equal(*(member.predict_rows(known, rows) for member in members)), "both take the same inputs"
+    members = [replace(run.predictor, network=run.predictor.members[0], members=()) for run in runs]
+    assert np.array_equal(*(member.predict_rows(known, np.arange(20)) for member in members)), "of the same inputs"
+    with pytest.raises(PredictorError, match="all compiled programs were measured; see cdmpp codegen --device"):
+        with_unmeasured(counted, split_data(spec, counted), trained.predictor)
 
 
 def test_intervals_are_of_the_kind_of_prediction(trained):
