@@ -63,12 +63,6 @@ class ModelConfig(_Section):
         return self
 
 
-class EncoderConfig(_Section):
-    """Feature scaling: standardised values are clipped to ``[-clip, clip]``."""
-
-    clip: float = Field(8.0, gt=0)
-
-
 class LabelConfig(_Section):
     """Label transform, see :mod:`cdmpp.predictor.encoding`.
 
@@ -160,7 +154,6 @@ class Config(_Section):
     """Everything a training run depends on besides the records."""
 
     model: ModelConfig = ModelConfig()  # type: ignore[call-arg]
-    encoder: EncoderConfig = EncoderConfig()  # type: ignore[call-arg]
     label: LabelConfig = LabelConfig()
     loss: LossConfig = LossConfig()  # type: ignore[call-arg]
     train: TrainConfig = TrainConfig()  # type: ignore[call-arg]

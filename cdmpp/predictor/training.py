@@ -208,7 +208,7 @@ def prepare(
             "the training programs have no instruction counts, so the network cannot learn from any: cdmpp codegen DIR "
             "makes them"
         )
-    encoder = encoding.FeatureEncoder.fit(FEATURE_SET, parts, config.encoder.clip)
+    encoder = encoding.FeatureEncoder.fit(FEATURE_SET, parts)
     arrays = encode(data, encoder, config.label.relative_to)
     arrays = replace(arrays, has_code=arrays.has_code & torch.from_numpy(real))
     if config.model.general_part:  # devices in order of their names, as if the network had never seen them
@@ -226,6 +226,7 @@ def prepare(
         fitting,
         arrays.take(split.valid),
         arrays.unlabelled(split.adapt),
+        taught=len(split.train) - len(measured),
         make_network=None if make_network is None else partial(make_network, fitting, encoder),
         max_seconds=max_seconds,
         processes=processes,

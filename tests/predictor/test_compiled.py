@@ -17,6 +17,7 @@ from cdmpp.predictor.data import split_data, subset
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.pair_features import TIME_PARTS
 from cdmpp.predictor.search import search
+from cdmpp.predictor.trainer import Trainer
 from cdmpp.predictor.training import prepare, train, with_unmeasured
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from tests.samples.training import change_state, changed, small_config, with_counts
@@ -91,8 +92,13 @@ def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_me
     assert (pairs["n_records"] == 0).all() and not np.isclose(pairs["latency_s"], expected["latency_s"]).all()
     told = trained.predictor.predict_rows(both, new, Evidence.of_rows(both, new, compiled=True))
     assert (pairs["latency_s"] == told).all()
-    fitted = prepare(small_config(*LONG), both, taught).arrays
-    assert not fitted.has_code[new].any() and fitted.has_code[split.train].any()
+    fitted = prepare(small_config(*LONG), both, taught)
+    assert not fitted.arrays.has_code[new].any() and fitted.arrays.has_code[split.train].any()
+    parts = (fitted.arrays.take(split.train), fitted.arrays.take(split.valid))
+    some = Trainer(small_config(*LONG), fitted.transform, *parts, taught=(n := len(split.train)) - 80).epoch_batches
+    epochs = [set(np.concatenate(some(np.random.default_rng(i)))) for i in range(2)]
+    assert all(rows > set(range(80)) and len(rows) == 90 and rows < set(range(n)) for rows in epochs)
+    assert epochs[0] != epochs[1], "drawn anew"
     config = small_config(spec, {"compiled": True}, members=2)
     runs = [train(changed(config, data={"unmeasured": more}), known, tmp_path / str(more)) for more in (False, True)]
     of_both = [(run.predictor.members[0].state_dict(), run.predictor.network.state_dict()) for run in runs]

@@ -31,7 +31,7 @@ def test_an_empty_file_is_the_default(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"modle": {}}, r"unknown key 'modle' \(known here: model, encoder, label"),
+        ({"modle": {}}, r"unknown key 'modle' \(known here: model, label"),
         ({"model": {"width": 3}}, r"unknown key 'model.width' \(known here: dim, layers"),
         ({"model": {"dim": 100, "heads": 8}}, "dim must be even and a multiple of heads"),
         ({"train": {"epochs": 0}}, "train.epochs"),
