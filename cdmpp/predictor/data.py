@@ -165,7 +165,7 @@ def gather(
     asts = collect_asts(view, labels["program"].unique(), progress)
     missing = ~labels["program"].isin(list(asts))
     if missing.any():
-        logger.warning("%d labels left out: their programs have no AST", int(missing.sum()))
+        logger.warning("%d labels left out: their programs have no AST (--verbose: why)", int(missing.sum()))
         labels = labels[~missing].reset_index(drop=True)
     data = TrainingData(
         labels,
@@ -264,7 +264,7 @@ def _derive_each(
         try:
             (found[program],) = derive([func])
         except ProgramError as err:
-            logger.warning("program %s is left out: %s", program, err)
+            logger.info("program %s is left out: %s", program, err)
     return found
 
 
