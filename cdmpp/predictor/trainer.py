@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 #: Called after every epoch with that epoch's line of the history.
 ProgressCallback = Callable[[dict[str, Any]], None]
 
+#: An epoch's batches, as numbers of training pairs; the same number of batches in every epoch.
+BatchSampler = Callable[[np.random.Generator], list[NDArray[np.int64]]]
+
 #: Measured pairs of an epoch for each one that another network labelled: more of these make GPUs and compiled code worse.
 _MEASURED_PER_TAUGHT = 8
 
@@ -61,13 +64,13 @@ class Trainer:
     """Trains one network.
 
     ``transform`` was fitted on the training labels; ``adapt`` are pairs of the domain to adapt to, without labels (for
-    ``loss.cmd_weight``); ``weights`` are where the network starts (None: at random); the last ``taught`` training pairs were not
-    measured, and an epoch draws some of them; ``make_network`` makes another network, called as ``network(batch, context)``
-    and trained on the loss of its labels alone; the learning rate falls so that training ends after ``max_seconds``;
-    ``processes`` train together (None: this one alone), with our network and no ``max_seconds``.
+    ``loss.cmd_weight``); ``weights`` are where the network starts (None: at random); ``sampler`` makes an epoch's batches
+    (None: all training pairs, but only some of the last ``taught``, which were not measured); ``make_network`` makes another
+    network, called as ``network(batch, context)`` and trained on the loss of its labels alone; the learning rate falls so that
+    training ends after ``max_seconds``; ``processes`` train together (None: this one alone), with our network and no
+    ``max_seconds``.
 
-    PredictorError: no training or no validation pairs; CMD without pairs to adapt to or with an unbounded embedding; weights of
-    another network.
+    PredictorError: no training or validation pairs; CMD without pairs to adapt to or a bounded embedding; others' weights.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Trainer:
         valid: LabelledArrays,
         adapt: PairArrays | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
+        sampler: BatchSampler | None = None,
         taught: int = 0,
         make_network: Callable[[], nn.Module] | None = None,
         max_seconds: float | None = None,
@@ -99,7 +103,7 @@ class Trainer:
         self._train, self._valid = train, valid
         self._terms = config.loss
         self._adapt = adapt
-        self._taught = taught
+        self._taught, self._sampler = taught, sampler or self.epoch_batches
         self._processes = processes or Processes(pick_device(config.train.device))
         self._where = self._processes.where
         if config.train.precision == "bf16" and not _has_bf16(self._where):
@@ -208,7 +212,7 @@ class Trainer:
     def _run_epoch(self) -> dict[str, Any]:
         config, state = self._config, self._state
         started = time.perf_counter()
-        batches = self.epoch_batches(np.random.default_rng([config.seed, state.epoch]))
+        batches = self._sampler(np.random.default_rng([config.seed, state.epoch]))
         # the number of batches is the same in every epoch
         total_steps = config.epochs * len(batches)
         pairs, sums = 0, np.zeros(2)
@@ -245,13 +249,12 @@ class Trainer:
         }
 
     def epoch_batches(self, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-        """Every measured training pair once, and some of the taught ones, by length; as many in every epoch."""
+        """Every measured training pair once, and as many of the taught ones in every epoch, by length."""
         measured = len(self._train) - self._taught
         drawn = rng.permutation(self._taught)[: measured // _MEASURED_PER_TAUGHT]
         pairs = np.concatenate([np.arange(measured), measured + drawn])
-        lengths = self._train.packed.lengths[self._train.program[pairs]]
-        if self._terms.cmd_weight:  # not sorted by length: see LossConfig
-            lengths = np.zeros_like(lengths)
+        # with CMD not sorted by length: see LossConfig
+        lengths = self._train.packed.lengths[self._train.program[pairs]] * (not self._terms.cmd_weight)
         batches = [pairs[chosen] for chosen in training_batches(lengths, self._config.batch_size, rng)]
         # batch normalisation has no statistics of one pair; another one is left over in every epoch
         return [rows for rows in batches if len(rows) > 1] or batches
