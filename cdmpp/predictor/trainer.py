@@ -137,10 +137,9 @@ class Trainer:
     ) -> TrainerState:
         """Train to the last epoch or until patience runs out; after each ``checkpoint`` gets the state, ``progress`` its
         line."""
-        config = self._config
+        config, state = self._config, self._state
         with torch_threads(config.threads):
             self._started = time.perf_counter()
-            state = self._state
             while state.epoch < config.epochs and state.epoch - state.best_epoch < config.patience:
                 line = self._run_epoch()
                 if checkpoint is not None:
