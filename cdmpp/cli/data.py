@@ -232,9 +232,7 @@ def _add_codegen(sub: ui.Parser) -> None:
     ui.add(sub, "builders", default=1, help="building processes")
     ui.hide(sub, "--workers", dest="builders", type=int, default=1)
     ui.add(sub, "object_cache", "ray")
-    ui.add(
-        sub, "device", default="", help="also for these CPUs, where nothing was measured: to train with data.unmeasured"
-    )
+    ui.add(sub, "device", default="", help="also for these CPUs, not measured: to train with data.unmeasured")
 
 
 def _codegen(args: ui.Namespace, console: Console, errors: Console) -> Any:

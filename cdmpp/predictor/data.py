@@ -165,7 +165,7 @@ def gather(
     asts = collect_asts(view, labels["program"].unique(), progress)
     missing = ~labels["program"].isin(list(asts))
     if missing.any():
-        logger.warning("%d labels left out: their programs have no AST (--verbose: why)", int(missing.sum()))
+        logger.warning("%d labels left out: their programs have no AST", int(missing.sum()))
         labels = labels[~missing].reset_index(drop=True)
     data = TrainingData(
         labels,
@@ -259,12 +259,14 @@ def _derive_each(
         return dict(zip(funcs, derive(list(funcs.values())), strict=True))
     except ProgramError:
         pass  # one of them: find it by taking them one by one
-    found: dict[str, Any] = {}
+    found, lost = dict[str, Any](), dict[str, ProgramError]()
     for program, func in funcs.items():
         try:
             (found[program],) = derive([func])
         except ProgramError as err:
-            logger.info("program %s is left out: %s", program, err)
+            lost[program] = err
+    if lost:
+        logger.warning("%d programs are left out, such as %s: %s", len(lost), *next(iter(lost.items())))
     return found
 
 

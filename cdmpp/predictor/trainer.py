@@ -248,7 +248,7 @@ class Trainer:
         }
 
     def epoch_batches(self, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-        """Every measured training pair once, and as many of the taught ones in every epoch, by length."""
+        """Every measured training pair once and some of the taught ones, as many in every epoch; by length."""
         measured = len(self._train) - self._taught
         drawn = rng.permutation(self._taught)[: measured // _MEASURED_PER_TAUGHT]
         pairs = np.concatenate([np.arange(measured), measured + drawn])

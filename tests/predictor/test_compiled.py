@@ -17,7 +17,6 @@ from cdmpp.predictor.data import split_data, subset
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.pair_features import TIME_PARTS
 from cdmpp.predictor.search import search
-from cdmpp.predictor.trainer import Trainer
 from cdmpp.predictor.training import prepare, train, with_unmeasured
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from tests.samples.training import change_state, changed, small_config, with_counts
@@ -73,7 +72,7 @@ def test_members_are_networks_of_further_seeds_averaged_where_the_code_is_known(
 
 
 def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_measured_there(
-    counted, trained, tmp_path
+    counted, trained, tmp_path, monkeypatch
 ):
     spec = "by_network:heldout=net0;valid=net1;seed=0"
     there = (counted.labels["device"] == "slow").to_numpy()
@@ -94,10 +93,10 @@ def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_me
     assert (pairs["latency_s"] == told).all()
     fitted = prepare(small_config(*LONG), both, taught)
     assert not fitted.arrays.has_code[new].any() and fitted.arrays.has_code[split.train].any()
-    parts = (fitted.arrays.take(split.train), fitted.arrays.take(split.valid))
-    some = Trainer(small_config(*LONG), fitted.transform, *parts, taught=(n := len(split.train)) - 80).epoch_batches
-    epochs = [set(np.concatenate(some(np.random.default_rng(i)))) for i in range(2)]
-    assert all(rows > set(range(80)) and len(rows) == 90 and rows < set(range(n)) for rows in epochs)
+    monkeypatch.setattr("cdmpp.predictor.trainer._MEASURED_PER_TAUGHT", 100)
+    n = len(split.train)
+    epochs = [set(np.concatenate(fitted.trainer.epoch_batches(np.random.default_rng(i)))) for i in range(2)]
+    assert all(rows > set(range(n)) and len(rows) == n + n // 100 < n + len(new) for rows in epochs)
     assert epochs[0] != epochs[1], "drawn anew"
     config = small_config(spec, {"compiled": True}, members=2)
     runs = [train(changed(config, data={"unmeasured": more}), known, tmp_path / str(more)) for more in (False, True)]

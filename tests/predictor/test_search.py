@@ -87,6 +87,7 @@ def test_every_space_gives_models(name, small):
         assert isinstance(model, LatencyModel)
         if name == "ours":
             assert model._config.train.seed == small.train.seed
+            assert model._config.split == small.split
         elif name in ("lstm", "released"):
             assert (model.train.epochs, model.train.threads) == (2, 1)
             assert model.train.learning_rate == trial.params["train.learning_rate"]
