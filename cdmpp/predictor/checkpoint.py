@@ -45,8 +45,8 @@ Tensors = dict[str, torch.Tensor]
 @dataclass
 class TrainerState:
     """Everything the next epoch depends on: epochs and optimiser steps done; state dictionaries of the current weights, of
-    their average and of the average at the best epoch; AdamW's state (parameter number -> name -> tensor); the best epoch
-    (from 1) and its validation MAPE, 0 and infinity before the first."""
+    their average and of the average at the best epoch; that of the optimiser (parameter number -> name -> tensor); the best
+    epoch (from 1) and its validation MAPE, 0 and infinity before the first."""
 
     epoch: int = 0
     step: int = 0

@@ -35,9 +35,8 @@ class ModelConfig(_Section):
     pooling: Literal["sum", "mean", "attention", "flatten"] = "attention"
     #: How many leaves ``flatten`` keeps; programs with fewer are padded with zeros.
     flatten_leaves: int = Field(16, ge=1)
-    #: How the device enters: ``film`` scales and shifts every leaf, ``token`` adds one sequence element, ``none`` hides
-    #: the device from the network.
-    device: Literal["film", "token", "none"] = "film"
+    #: How the device enters: ``film`` scales and shifts every leaf, ``none`` hides it from the network.
+    device: Literal["film", "none"] = "film"
     #: Whether the decoder sees what is computed of program and device together (:mod:`cdmpp.predictor.pair_features`).
     pairs: bool = True
     #: Part of the GPU examples of each batch of which the network is told only what carries over to GPUs it was not
@@ -46,9 +45,8 @@ class ModelConfig(_Section):
     #: Whether the network has a second decoder, which is told the instructions of the compiled program besides
     #: (:mod:`cdmpp.program.codegen`) and learns from the programs with counts: ``predict(..., compiled=True)``.
     compiled: bool = False
-    #: Size and activation of the pooled embedding; bounded (``tanh``) so that CMD is defined.
+    #: Size of the pooled embedding.
     embedding_dim: int = Field(128, ge=1)
-    embedding_activation: Literal["tanh", "none"] = "tanh"
     #: Whether the network has a second head, used in training only, that predicts the instructions a compiler makes of
     #: the program (:mod:`cdmpp.program.codegen`).
     codegen: bool = False
@@ -104,17 +102,14 @@ class TrainConfig(_Section):
     #: Most epochs, and epochs without a better validation MAPE after which training stops.
     epochs: int = Field(60, ge=1)
     patience: int = Field(15, ge=1)
-    #: Epochs after these of the decoder of compiled code alone, on the embeddings of the weights that are kept: it gains from
-    #: many, and they take a tenth of the time.
-    decoder_epochs: int = Field(0, ge=0)
     #: Which epoch's weights are kept: the ``best`` by validation MAPE, or the ``last``, whatever the validation says
     #: (and then all epochs are run). With few validation networks their MAPE is ruled by a handful of programs, and the
     #: end of the cosine is the safer choice.
     select: Literal["best", "last"] = "best"
     #: Records a step.
     batch_size: int = Field(256, ge=1)
-    #: AdamW with linear warm-up and cosine decay over ``epochs``; the gradient norm is clipped.
-    learning_rate: float = Field(1e-3, gt=0)
+    #: Of :mod:`cdmpp.predictor.optimizer`, with linear warm-up and cosine decay over ``epochs``; the gradient norm is clipped.
+    learning_rate: float = Field(2e-3, gt=0)
     weight_decay: float = Field(1e-2, ge=0)
     warmup_fraction: float = Field(0.05, ge=0, lt=1)
     grad_clip: float = Field(1.0, gt=0)

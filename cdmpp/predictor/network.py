@@ -182,8 +182,7 @@ class LatencyNetwork(nn.Module):
         self.device_projection: nn.Module | None = None
         decoder_in = config.embedding_dim + pair_dim * (1 + config.bins)
         if config.device != "none":
-            out = 2 * dim if config.device == "film" else dim
-            self.device_projection = nn.Sequential(nn.Linear(device_dim, dim), nn.GELU(), nn.Linear(dim, out))
+            self.device_projection = nn.Sequential(nn.Linear(device_dim, dim), nn.GELU(), nn.Linear(dim, 2 * dim))
             decoder_in += device_dim
         layer = nn.TransformerEncoderLayer(
             dim, config.heads, config.ffn_dim, config.dropout, "gelu", batch_first=True, norm_first=True
@@ -216,13 +215,8 @@ class LatencyNetwork(nn.Module):
         if self.position is not None:
             leaves = leaves + self.position(batch.positions)
         if self.device_projection is not None:
-            condition = self.device_projection(device)[:, None, :]
-            if config.device == "film":
-                scale, shift = condition.chunk(2, dim=-1)
-                leaves = leaves * (1 + scale) + shift
-            else:
-                leaves = torch.cat([condition, leaves], dim=1)
-                padding = torch.cat([padding.new_zeros(len(padding), 1), padding], dim=1)
+            scale, shift = self.device_projection(device)[:, None, :].chunk(2, dim=-1)
+            leaves = leaves * (1 + scale) + shift
         hidden = self.norm(self.encoder(leaves, src_key_padding_mask=padding))
         count = (~padding).sum(1, keepdim=True).to(hidden.dtype)
         if self.pool is not None:
@@ -234,8 +228,8 @@ class LatencyNetwork(nn.Module):
                 pooled = nn.functional.pad(kept, (0, 0, 0, config.flatten_leaves - kept.shape[1])).flatten(1)
             else:
                 pooled = hidden.sum(1) / (count if config.pooling == "mean" else 1.0)
-        embedding = self.embedding(torch.cat([pooled, torch.log(count)], dim=1))
-        return torch.tanh(embedding) if config.embedding_activation == "tanh" else embedding
+        # bounded, so that CMD is defined
+        return torch.tanh(self.embedding(torch.cat([pooled, torch.log(count)], dim=1)))
 
     def _project(self, batch: PaddedBatch) -> torch.Tensor:
         """``leaf_projection`` of leaves and their bins, (batch, length, dim), without what padding and bins that are

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.optim import AdamW
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
 from cdmpp.predictor.encoding import Context, LabelledArrays, LabelTransform, PaddedBatch, PairArrays, training_batches
 from cdmpp.predictor.losses import central_moment_discrepancy, hybrid_loss
-from cdmpp.predictor.network import LatencyNetwork, embeddings_of, predict_labels
+from cdmpp.predictor.network import LatencyNetwork, predict_labels
+from cdmpp.predictor.optimizer import MuonAdamW
 from cdmpp.predictor.processes import Processes, pick_device
 from cdmpp.program.codegen import STATIC_FEATURES
 
@@ -70,7 +72,7 @@ class Trainer:
     training ends after ``max_seconds``; ``processes`` train together (None: this one alone), with our network and no
     ``max_seconds``.
 
-    PredictorError: no training or validation pairs; CMD without pairs to adapt to or a bounded embedding; others' weights.
+    PredictorError: no training or validation pairs; CMD without pairs to adapt to; others' weights.
     """
 
     def __init__(
@@ -94,10 +96,6 @@ class Trainer:
                 "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
                 "has them with adapt=0.3, a finetuning with --adapt 0.3"
             )
-        if config.loss.cmd_weight and config.model.embedding_activation != "tanh":
-            raise PredictorError(
-                "loss.cmd_weight needs a bounded embedding: model.embedding_activation is none, not tanh"
-            )
         self._config = config.train
         self._transform = transform
         self._train, self._valid = train, valid
@@ -120,9 +118,8 @@ class Trainer:
                 self.network.fit_bins(train)
         else:
             _load(self.network, weights, "weights to start from do")
-        self._optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr=config.train.learning_rate, weight_decay=config.train.weight_decay, fused=True
-        )
+        optimizer = MuonAdamW if isinstance(self.network, LatencyNetwork) else AdamW
+        self._optimizer = optimizer(self.network.parameters(), weight_decay=config.train.weight_decay)
         self._truth = _Truth(
             torch.from_numpy(transform.forward(train.latency_s, train.reference_s)).float(),
             torch.from_numpy(np.log(train.latency_s)).float(),
@@ -148,42 +145,7 @@ class Trainer:
                     progress(line)
                 if self._time_spent() >= 1:
                     break
-            if config.decoder_epochs and isinstance(self.network, LatencyNetwork) and self._train.has_code.any():
-                self._train_compiled_decoder(self.network, progress)
         return self.state()
-
-    def _train_compiled_decoder(self, network: LatencyNetwork, progress: ProgressCallback | None) -> None:
-        """Train the decoder of compiled code on by itself; embeddings are made once, of the weights that are kept."""
-        config, where, decoder = self._config, self._where, network.compiled_decoder
-        assert decoder is not None
-        network.load_state_dict(self._state.best)
-        counted = torch.nonzero(self._train.has_code).squeeze(1)
-        pairs, truth = self._train.take(counted.numpy()), self._truth.of(counted, where)
-        embeddings = embeddings_of(network, pairs).to(where)
-        average = {name: value.detach().clone() for name, value in decoder.state_dict().items()}
-        optimizer = torch.optim.AdamW(decoder.parameters(), weight_decay=config.weight_decay, fused=True)
-        total = config.decoder_epochs * -(-len(pairs) // config.batch_size)
-        step = 0
-        for epoch in range(config.decoder_epochs):
-            started, loss_sum = time.perf_counter(), 0.0
-            order = np.random.default_rng([config.seed, epoch, 3]).permutation(len(pairs))
-            with seeded(config.seed * 100_003 + epoch + 1 + (1 << 50)):
-                network.train()
-                for begin in range(0, len(order), config.batch_size):
-                    rows = order[begin : begin + config.batch_size]
-                    rate = learning_rate(step, total, config.learning_rate, config.warmup_fraction)
-                    of_rows = torch.from_numpy(rows).to(where)
-                    labels = network.decode_compiled(embeddings[of_rows], pairs.context(rows, where))
-                    loss = self._label_loss(labels, truth.of(of_rows, where))
-                    self._descend(decoder, optimizer, loss, rate)
-                    step += 1
-                    update_average(average, decoder, step, config.ema_decay)
-                    loss_sum += float(loss.detach()) * len(rows)
-            if progress is not None:
-                done = {"epoch": config.epochs + epoch + 1, "epochs": config.epochs + config.decoder_epochs}
-                taken = {"elapsed_s": round(time.perf_counter() - started, 3)}
-                progress({**done, "train_loss": loss_sum / len(pairs), **taken})
-        self._state.best |= {f"compiled_decoder.{name}": value for name, value in average.items()}
 
     def _time_spent(self) -> float:
         """Part of ``max_seconds`` that is over, 0 without a limit."""
@@ -279,24 +241,16 @@ class Trainer:
                 loss, cmd = self._all_terms(self.network, batch, context, truth, index)
             else:
                 loss, cmd = self._label_loss(self.network(batch, context).float(), truth), torch.zeros(())
-        self._descend(self.network, self._optimizer, loss, rate, self._processes)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self._processes.add_gradients(self.network)
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), self._config.grad_clip)
+        self._optimizer.step()
         self._state.step += 1
         update_average(self._average, self.network, self._state.step, self._config.ema_decay)
         return float(loss.detach()), float(cmd.detach())
-
-    def _descend(
-        self, network: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float,
-        processes: Processes | None = None,
-    ) -> None:  # fmt: skip
-        """A step of an optimiser, by the gradients of all processes where some train together."""
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        if processes is not None:
-            processes.add_gradients(network)
-        torch.nn.utils.clip_grad_norm_(network.parameters(), self._config.grad_clip)
-        optimizer.step()
 
     def _all_terms(
         self, network: LatencyNetwork, batch: PaddedBatch, context: Context, truth: _Truth, index: torch.Tensor
@@ -309,7 +263,8 @@ class Trainer:
         counted = self._train.has_code[index].to(self._where)
         if counted.any():
             own = context.has_code
-            compiled = network.decode_compiled(embedding[own], context.take(own))
+            # detached: the encoder that learns from both errs more in both
+            compiled = network.decode_compiled(embedding[own].detach(), context.take(own))
             loss = loss + self._label_loss(gathered(compiled, n, counted), truth.of(counted, self._where))
         if self._codegen is not None and network.codegen is not None:
             counts = self._codegen[index].to(self._where)

@@ -43,7 +43,7 @@ def pad(batch: PaddedBatch, extra: int, value: float) -> PaddedBatch:
     )
 
 
-POOLINGS_AND_DEVICES = list(itertools.product(("sum", "mean", "attention", "flatten"), ("film", "token", "none")))
+POOLINGS_AND_DEVICES = list(itertools.product(("sum", "mean", "attention", "flatten"), ("film", "none")))
 
 
 @pytest.mark.parametrize(("pooling", "device"), POOLINGS_AND_DEVICES)
@@ -63,23 +63,14 @@ def test_embeddings_are_bounded():
     assert embedding.min() >= -1 and embedding.max() <= 1
 
 
-@pytest.mark.parametrize("device", ["film", "token", "none"])
-def test_the_device_matters_unless_hidden(device):
-    network = make_network(device=device)
+@pytest.mark.parametrize(("device", "positional"), [("film", "standard"), ("none", "paper"), ("film", "none")])
+def test_device_and_positions_matter_unless_turned_off(device, positional):
+    network = make_network(device=device, positional=positional)
     batch, devices = make_batch()
+    moved, other = batch._replace(positions=batch.positions * 5), Context.of_devices(devices.device + 1.0)
     with torch.no_grad():
-        changed = not torch.equal(network(batch, devices), network(batch, Context.of_devices(devices.device + 1.0)))
-    assert changed == (device != "none")
-
-
-@pytest.mark.parametrize("positional", ["standard", "paper", "none"])
-def test_positions_matter_unless_turned_off(positional):
-    network = make_network(positional=positional)
-    batch, devices = make_batch()
-    moved = PaddedBatch(batch.leaves, batch.positions * 5, batch.padding)
-    with torch.no_grad():
-        changed = not torch.equal(network(batch, devices), network(moved, devices))
-    assert changed == (positional != "none")
+        plain, *changed = network(batch, devices), network(batch, other), network(moved, devices)
+    assert [not torch.equal(plain, each) for each in changed] == [device != "none", positional != "none"]
 
 
 def test_positional_table_grows_and_agrees_with_the_encoding():

