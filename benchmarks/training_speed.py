@@ -31,7 +31,7 @@ History = list[dict[str, Any]]
 
 
 def fit_ours(config: Config, data: TrainingData, split: Split, epochs: int) -> History:
-    """Train our network for so many epochs, without those of the decoder of compiled code alone: theirs has none."""
+    """Train our network for so many epochs."""
     train = config.train.model_copy(update={"epochs": epochs, "patience": epochs})
     lines: History = []
     CdmppModel(config.model_copy(update={"train": train}), progress=lines.append).fit(data, split)

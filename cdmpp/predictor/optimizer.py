@@ -14,9 +14,9 @@ _LEAST = 16
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """AdamW, but for matrices: these move along their nearly orthogonal momentum (Jordan et al.,
-    *Muon*, 2024), as far as AdamW would move them (Liu et al., *Muon is scalable for LLM training*, 2025). In half the epochs
-    the network errs less. ``torch.optim.Muon`` takes twenty times as long on a CPU that has no bfloat16."""
+    """AdamW, but for matrices: these move along their nearly orthogonal momentum (Jordan et al., *Muon*, 2024), as far as AdamW
+    would move them (Liu et al., *Muon is scalable for LLM training*, 2025). In float32, as ``torch.optim.Muon`` works in
+    bfloat16, which is slow on a CPU that has none."""
 
     def __init__(self, weights: Iterable[nn.Parameter], weight_decay: float) -> None:
         groups: list[list[nn.Parameter]] = [[], []]
@@ -42,8 +42,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The singular vectors of a matrix (m, n) with singular values of about 1 (0.7 to 1.2). The iteration is on products of the
-    matrix with itself, which are small where one of its sides is."""
+    """The singular vectors of a matrix (m, n) with singular values of about 1 (0.7 to 1.2); iterates on its smaller side."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     rows = (matrix.T if tall else matrix) / matrix.norm().clamp(min=1e-7)
@@ -52,4 +51,5 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     for _ in range(_ITERATIONS):
         change = torch.addmm(gram, gram, gram, beta=b, alpha=c).add_(one, alpha=a)
         gram, found = change @ gram @ change, change @ found
-    return (found @ rows).T if tall else found @ rows
+    found = found @ rows
+    return found.T if tall else found

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,7 +119,7 @@ class Trainer:
                 self.network.fit_bins(train)
         else:
             _load(self.network, weights, "weights to start from do")
-        optimizer = MuonAdamW if isinstance(self.network, LatencyNetwork) else AdamW
+        optimizer = MuonAdamW if isinstance(self.network, LatencyNetwork) else partial(AdamW, fused=True)
         self._optimizer = optimizer(self.network.parameters(), weight_decay=config.train.weight_decay)
         self._truth = _Truth(
             torch.from_numpy(transform.forward(train.latency_s, train.reference_s)).float(),

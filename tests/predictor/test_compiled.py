@@ -59,8 +59,8 @@ def test_members_are_networks_of_further_seeds_averaged_where_the_code_is_known(
     rows = np.arange(60)
     code = Evidence.of_rows(counted, rows, compiled=True)
     both, *alone = (
-        train(small_config(*LONG, **{**STEPS, **more}), counted, tmp_path / str(i)).predictor
-        for i, more in enumerate(({"epochs": 2, "members": 2}, {"epochs": 2, "seed": 0}, {"epochs": 2, "seed": 1}))
+        train(small_config(*LONG, **{**STEPS, "epochs": 2, **more}), counted, tmp_path / str(i)).predictor
+        for i, more in enumerate(({"members": 2}, {"seed": 0}, {"seed": 1}))
     )
     logs = np.log([each.predict_rows(counted, rows, code) for each in alone])
     plain = alone[0].predict_rows(counted, rows)
