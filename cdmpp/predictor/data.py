@@ -266,7 +266,7 @@ def _derive_each(
         except ProgramError as err:
             lost[program] = err
     if lost:
-        logger.warning("%d programs are left out, such as %s: %s", len(lost), *next(iter(lost.items())))
+        logger.warning("programs left out: %d, such as %s: %s", len(lost), *next(iter(lost.items())))
     return found
 
 
