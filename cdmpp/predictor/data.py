@@ -224,9 +224,9 @@ def collect_derived(
                     logger.warning("%s is computed again: %s", file, err)
     missing = [program for program in wanted if program not in known]
     resolve = program_resolver(view) if missing else None
-    unsaved: set[str] = set()
+    unsaved, lost = set[str](), dict[str, ProgramError]()
     for begin in range(0, len(missing), _CHUNK):
-        fresh = _derive_each(view, missing[begin : begin + _CHUNK], resolve, derive)
+        fresh = _derive_each(view, missing[begin : begin + _CHUNK], resolve, derive, lost)
         known.update(fresh)
         unsaved |= fresh.keys()
         end = min(begin + _CHUNK, len(missing))
@@ -242,13 +242,16 @@ def collect_derived(
             unsaved.clear()
         if progress is not None:
             progress(end, len(missing))
+    if lost:
+        logger.warning("programs left out: %d, such as %s: %s", len(lost), *next(iter(lost.items())))
     return {program: known[program] for program in wanted if program in known}
 
 
 def _derive_each(
-    view: DatasetView, programs: Sequence[str], resolve: Any, derive: Callable[[list[Any]], Iterable[Any]]
-) -> dict[str, Any]:
-    """What ``derive`` makes of the PrimFuncs of programs, together or, where that fails, one by one."""
+    view: DatasetView, programs: Sequence[str], resolve: Any, derive: Callable[[list[Any]], Iterable[Any]],
+    lost: dict[str, ProgramError],
+) -> dict[str, Any]:  # fmt: skip
+    """What ``derive`` makes of the PrimFuncs of programs, together or, where that fails, one by one; ``lost`` gets the others."""
     funcs: dict[str, Any] = {}
     for program in programs:
         try:
@@ -259,14 +262,12 @@ def _derive_each(
         return dict(zip(funcs, derive(list(funcs.values())), strict=True))
     except ProgramError:
         pass  # one of them: find it by taking them one by one
-    found, lost = dict[str, Any](), dict[str, ProgramError]()
+    found: dict[str, Any] = {}
     for program, func in funcs.items():
         try:
             (found[program],) = derive([func])
         except ProgramError as err:
             lost[program] = err
-    if lost:
-        logger.warning("programs left out: %d, such as %s: %s", len(lost), *next(iter(lost.items())))
     return found
 
 
