@@ -2,7 +2,7 @@
 
 Eight networks of the zoo whose operators are in no training (``HELD_OUT``), and six that are written here.
 
-    python benchmarks/eager.py --device epyc-zen5-2.6ghz@1,epyc-zen5-2.6ghz@2 --measured data/library/epyc-zen5-1core/networks.json
+    python benchmarks/eager.py --device epyc-zen5-2.6ghz@1 --measured data/library/epyc-zen5-1core/networks.json
     python benchmarks/eager.py --device h200 --measured data/library-gpu/h200/networks.json --json eager_h200.json
 
 Of several shares, the smallest first: how often the smallest that is as fast as the last, within 5 %, is the predicted one. On

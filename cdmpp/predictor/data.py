@@ -251,8 +251,8 @@ def _derive_each(
     view: DatasetView, programs: Sequence[str], resolve: Any, derive: Callable[[list[Any]], Iterable[Any]],
     lost: dict[str, ProgramError],
 ) -> dict[str, Any]:  # fmt: skip
-    """What ``derive`` makes of the PrimFuncs of programs, together or, where that fails, one by one; ``lost`` gets the others."""
-    funcs: dict[str, Any] = {}
+    """What ``derive`` makes of the PrimFuncs of programs, together or, where that fails, one by one; ``lost`` gets the rest."""
+    funcs, found = dict[str, Any](), dict[str, Any]()
     for program in programs:
         try:
             funcs[program] = resolve(view.programs[program])
@@ -262,7 +262,6 @@ def _derive_each(
         return dict(zip(funcs, derive(list(funcs.values())), strict=True))
     except ProgramError:
         pass  # one of them: find it by taking them one by one
-    found: dict[str, Any] = {}
     for program, func in funcs.items():
         try:
             (found[program],) = derive([func])
