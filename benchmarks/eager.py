@@ -6,7 +6,7 @@ Eight networks of the zoo whose operators are in no training (``HELD_OUT``), and
     python benchmarks/eager.py --device h200 --measured data/library-gpu/h200/networks.json --json eager_h200.json
 
 Of several shares, the smallest first: how often the smallest that is as fast as the last, within 5 %, is the predicted one. On
-a GPU also in batches of 16, and kernels alone, in a graph; what is ``--measured`` there is predicted where TVM is.
+a GPU also in batches of 16, and kernels alone, in a graph. ``--measured`` writes its file, or predicts what it holds, anywhere.
 """
 
 from __future__ import annotations

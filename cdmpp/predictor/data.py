@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -226,8 +227,9 @@ def collect_derived(
     resolve = program_resolver(view) if missing else None
     unsaved, lost = set[str](), dict[str, ProgramError]()
     for begin in range(0, len(missing), _CHUNK):
-        fresh = _derive_each(view, missing[begin : begin + _CHUNK], resolve, derive, lost)
+        fresh, refused = _derive_each(view, missing[begin : begin + _CHUNK], resolve, derive)
         known.update(fresh)
+        lost |= refused
         unsaved |= fresh.keys()
         end = min(begin + _CHUNK, len(missing))
         if unsaved and (end == len(missing) or len(unsaved) >= _WRITE_EVERY):
@@ -248,26 +250,24 @@ def collect_derived(
 
 
 def _derive_each(
-    view: DatasetView, programs: Sequence[str], resolve: Any, derive: Callable[[list[Any]], Iterable[Any]],
-    lost: dict[str, ProgramError],
-) -> dict[str, Any]:  # fmt: skip
-    """What ``derive`` makes of the PrimFuncs of programs, together or, where that fails, one by one; ``lost`` gets the rest."""
-    funcs, found = dict[str, Any](), dict[str, Any]()
+    view: DatasetView, programs: Sequence[str], resolve: Any, derive: Callable[[list[Any]], Iterable[Any]]
+) -> tuple[dict[str, Any], dict[str, ProgramError]]:
+    """What ``derive`` makes of the PrimFuncs of programs, together or, where that fails, one by one; and what it refuses."""
+    funcs: dict[str, Any] = {}
     for program in programs:
         try:
             funcs[program] = resolve(view.programs[program])
         except (KeyError, ProgramError) as err:
             logger.warning("program %s cannot be rebuilt: %s", program, err)
-    try:
-        return dict(zip(funcs, derive(list(funcs.values())), strict=True))
-    except ProgramError:
-        pass  # one of them: find it by taking them one by one
+    with suppress(ProgramError):  # of one of them, which is found by taking them one by one
+        return dict(zip(funcs, derive(list(funcs.values())), strict=True)), {}
+    found, refused = dict[str, Any](), dict[str, ProgramError]()
     for program, func in funcs.items():
         try:
             (found[program],) = derive([func])
         except ProgramError as err:
-            lost[program] = err
-    return found
+            refused[program] = err
+    return found, refused
 
 
 def first_holders(view: DatasetView) -> dict[Path, set[str]]:

@@ -70,7 +70,7 @@ def test_what_is_derived_from_a_program_is_kept_once(folder, data, tmp_path, mon
     for copy in copies:
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.lock"))
     monkeypatch.setattr(
-        "cdmpp.predictor.data._derive_each", lambda _, programs, *__: {p: data.asts[p] for p in programs}
+        "cdmpp.predictor.data._derive_each", lambda _, programs, *__: ({p: data.asts[p] for p in programs}, {})
     )
     gather([str(c) for c in copies])
     kept = [cache_file(copy, AST_FILE) for copy in copies]
