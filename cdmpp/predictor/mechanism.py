@@ -144,7 +144,8 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
         (op == "pool", (one, size["batch"] * points, size["in_channels"], window)),
     ]
     for name, gates in GATES.items():  # one step after the other
-        kinds.append((op == name, (size["tokens"], size["m"], gates * size["n"], size["n"] + size["k"])))
+        steps = size["batch"] * size["tokens"]
+        kinds.append((op == name, (steps, size["m"], gates * size["n"], size["n"] + size["k"])))
     masks = [mask for mask, _ in kinds]
     found = [np.select(masks, [values[i] for _, values in kinds], one) for i in range(4)]
     return found[0], np.maximum(found[1], 1.0), np.maximum(found[2], 1.0), np.maximum(found[3], 1.0)
@@ -269,7 +270,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     longer, flash = np.where(converts, _CONVERTED, 1.0), device.mcpu in _FLASH
     launches = np.where(decodes, launches * longer * (_FLASH_LAUNCH if flash else 1.0), 1.0)
     if device.kind == "gpu":  # a kernel for each step of a recurrent network
-        launches = np.where(np.isin(op, tuple(GATES)), size["tokens"], launches)
+        launches = np.where(np.isin(op, tuple(GATES)), size["batch"] * size["tokens"], launches)
     seconds = {
         "matrix": np.where(todo["matrix"] > 0, compute, 0.0),
         "vector": todo["vector"] / (cores * lanes * clock),
@@ -411,7 +412,7 @@ def _again(
     again, at_once = passes * read * ((rows > room) & (device.kind == "gpu")), rows
     for name, gates in GATES.items():
         weights = gates * size["n"] * (size["n"] + size["k"]) * element
-        again = np.where(op == name, np.maximum(size["tokens"] - 1, 0) * weights, again)
+        again = np.where(op == name, np.maximum(size["tokens"] - 1, 0) * size["batch"] * weights, again)
         at_once = np.where(op == name, weights / max(1.0, device.cores_used or device.cores or 1.0), at_once)
     return again, at_once
 

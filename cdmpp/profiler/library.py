@@ -314,7 +314,7 @@ def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
     if op == "gemm":
         sides = [() if batch == 1 else (batch,)] * 2
         a, b = (tensor(*side, rows, size["k"]) for side, rows in zip(sides, (m, n), strict=True))
-        if not narrow and batch == 1 and kernel in ("linear", "addmm"):
+        if not narrow and batch == 1 and kernel == "linear":
             bias = tensor(n)
             return lambda: functional.linear(a, b, bias)
         if not narrow:
@@ -322,8 +322,9 @@ def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
         a, b, scale = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones(())
         return lambda: torch._scaled_mm(a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
     if op in GATES:
-        cell, x = getattr(torch.nn, op.upper())(size["k"], n, dtype=dtype), tensor(size["tokens"], m, size["k"])
-        return lambda: cell(x)
+        x = tensor(size["tokens"], m, size["k"])
+        layers = [getattr(torch.nn, op.upper())(size["k"], n, dtype=dtype) for _ in range(batch)]
+        return lambda: [layer(x) for layer in layers]
     if op == "attention":
         sequences, heads, dim = (size[name] for name in ("sequences", "heads", "head_dim"))
         queries, keys = (size[name] // sequences for name in ("tokens", "kv_tokens"))

@@ -58,12 +58,13 @@ def calls_of(exported: Any) -> list[Call]:
 
 
 def table_of(calls: Sequence[Call]) -> pd.DataFrame:
-    """A row of sizes for each call, all in float32, with ``weight_bytes``, ``known`` and the ATen name (``kernel``) besides."""
+    """A row of sizes for each call, all in float32, with ``weight_bytes``, ``known`` and the ATen name (``kernel``; of products
+    the name of what ``nn.Linear`` and ``bmm`` run as well) besides."""
+    same = {"mm": "linear", "addmm": "linear", "baddbmm": "bmm"}
     rows = (
-        {"dtype": "float32", "kernel": c.name, "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes}
-        for c in calls
+        {"kernel": same.get(c.name, c.name), "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes} for c in calls
     )
-    return operator_table(rows)
+    return operator_table({"dtype": "float32", **row} for row in rows)
 
 
 def arguments_of(call: Call, copies: int = 1) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -234,15 +235,15 @@ def _cell(op: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def _recurrent(op: str) -> Callable[[Any], dict[str, Any]]:
-    """All steps, layers and directions of ``nn.LSTM`` or ``nn.GRU`` as steps of one mean cell."""
+    """Layers and directions of ``nn.LSTM`` or ``nn.GRU``, one after the other, as a batch of the mean one."""
 
     def rule(node: Any) -> dict[str, Any]:
         x = _value(node.args[0]).shape
         weights = [_value(arg).shape for arg in node.args[2] if len(_value(arg).shape) == 2]
-        runs = len(weights) // 2  # layers and directions: each has weights of the input and of the state
-        batch = 1 if len(x) == 2 else x[0 if len(node.args) > 8 and node.args[8] else 1]
-        n, steps = weights[0][0] / GATES[op], math.prod(x[:-1]) // batch
-        return {"op": op, "m": batch, "n": n, "k": sum(w[1] for w in weights) / runs - n, "tokens": steps * runs}
+        runs = len(weights) // 2  # each has weights of the input and of the state
+        m = 1 if len(x) == 2 else x[0 if len(node.args) > 8 and node.args[8] else 1]
+        n, steps = weights[0][0] / GATES[op], math.prod(x[:-1]) // m
+        return {"op": op, "batch": runs, "m": m, "n": n, "k": sum(w[1] for w in weights) / runs - n, "tokens": steps}
 
     return rule
 

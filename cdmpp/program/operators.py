@@ -35,7 +35,7 @@ COLUMNS: dict[str, str] = {
     "op": "one of OPERATORS",
     "dtype": "of the arithmetic, one of ELEMENT_BYTES",
     "kv_dtype": "of the keys and values that attention reads; empty: as dtype",
-    "batch": "products of matrices side by side; images of a convolution",
+    "batch": "products of matrices side by side; images of a convolution; layers and directions of a recurrent network",
     "m": "rows of the output; rows of softmax and norms",
     "n": "columns of the output; what softmax and norms reduce over",
     "k": "what a product reduces over",
@@ -225,14 +225,9 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
     results = b * size["in_channels"] * size["out_h"] * size["out_w"]
     put(op == "pool", vector=results * window, read=image, written=results * element)
     for name, gates in GATES.items():
-        cell = gates * n * (n + k)
-        put(
-            op == name,
-            matrix=2 * m * cell * size["tokens"],
-            special=gates * m * n * size["tokens"],
-            read=(cell + m * (n + k) * size["tokens"]) * element,
-            written=m * n * element * size["tokens"],
-        )
+        cell, steps = gates * n * (n + k), b * size["tokens"]
+        put(op == name, matrix=2 * m * cell * steps, special=gates * m * n * steps, written=m * n * element * steps)
+        put(op == name, read=(b * cell + m * (n + k) * steps) * element)
     for name, instructions in _VECTOR.items():
         inputs = {"silu_mul": 2.0}.get(name, size["inputs"] if name in ("elementwise", "activation", "copy") else 1.0)
         written = {"quantize": points * element, "reduce": m * outer}.get(name, points * outer)

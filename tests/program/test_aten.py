@@ -27,8 +27,7 @@ class Function(nn.Module):
 
 
 def calls(function: Any, *shapes: tuple[int, ...], **modules: Any) -> list[Any]:
-    inputs = [torch.randn(shape) for shape in shapes]
-    return calls_of(Network.from_torch(Function(function, **modules), inputs).export())
+    return calls_of(Network.from_torch(Function(function, **modules), [torch.randn(s) for s in shapes]).export())
 
 
 CASES: list[tuple[Any, list[tuple[int, ...]], Any, dict[str, float]]] = [
@@ -36,8 +35,7 @@ CASES: list[tuple[Any, list[tuple[int, ...]], Any, dict[str, float]]] = [
     (None, [(3, 4, 5, 6), (3, 4, 6, 7)], lambda _, a, b: a @ b, {"op": "gemm", "batch": 12, "m": 5, "n": 7, "k": 6}),
     (None, [(4, 5), (5,)], lambda _, a, b: a @ b, {"op": "gemm", "m": 4, "n": 1, "k": 5}),
     (nn.Conv2d(8, 12, 3, 2, 1, groups=4), [(2, 8, 9, 11)], None, {"op": "conv", "batch": 2, "in_channels": 8,
-     "out_channels": 12,
-     "height": 9, "width": 11, "out_h": 5, "out_w": 6, "kernel_h": 3, "kernel_w": 3, "stride": 4, "groups": 4, "backward": 0}),
+     "out_channels": 12, "height": 9, "width": 11, "out_h": 5, "out_w": 6, "stride": 4, "groups": 4, "backward": 0}),
     (nn.Conv3d(2, 3, 3), [(1, 2, 5, 6, 7)], None, {"op": "conv", "height": 30, "width": 7, "kernel_h": 9, "kernel_w": 3,
      "out_h": 12, "out_w": 5}),
     (nn.Conv1d(2, 3, 5, dilation=2), [(1, 2, 20)], None, {"op": "conv", "height": 1, "width": 20, "kernel_h": 1, "out_w": 12,
@@ -45,8 +43,10 @@ CASES: list[tuple[Any, list[tuple[int, ...]], Any, dict[str, float]]] = [
     (nn.ConvTranspose2d(6, 4, 4, 2, 1), [(1, 6, 8, 8)], None, {"op": "conv", "in_channels": 4, "out_channels": 6, "height": 16,
      "out_h": 8, "stride": 4, "backward": 1}),
     (nn.LSTM(10, 20, 2, bidirectional=True, batch_first=True), [(3, 7, 10)], lambda self, x: self.inner(x)[0],
-     {"op": "lstm", "m": 3, "n": 20, "k": (2 * 10 + 2 * 40) / 4, "tokens": 28}),
+     {"op": "lstm", "m": 3, "n": 20, "k": (2 * 10 + 2 * 40) / 4, "batch": 4, "tokens": 7}),
     (nn.GroupNorm(2, 8), [(2, 8, 5, 5)], None, {"op": "layernorm", "m": 4, "n": 100}),
+    (None, [(6,), (2, 5), (5, 6)], lambda _, *args: torch.addmm(*args), {"kernel": "linear", "m": 2, "n": 6, "k": 5}),
+    (None, [(4, 2, 6), (4, 2, 5), (4, 5, 6)], lambda _, *args: torch.baddbmm(*args), {"kernel": "bmm", "batch": 4, "n": 6}),
     (None, [(2, 3, 4)], lambda _, x: x.softmax(1), {"op": "softmax", "m": 8, "n": 3}),
     (None, [(2, 3, 4)], lambda _, x: x.mean(-1), {"op": "reduce", "m": 6, "n": 4}),
     (None, [(4, 6), (6,)], lambda _, a, b: a + b, {"op": "elementwise", "n": 24, "inputs": 1.25}),
@@ -61,8 +61,7 @@ CASES: list[tuple[Any, list[tuple[int, ...]], Any, dict[str, float]]] = [
 
 @pytest.mark.parametrize(("module", "shapes", "function", "expected"), CASES)
 def test_sizes_of_an_operator(module: Any, shapes: Any, function: Any, expected: dict[str, float]) -> None:
-    modules = {} if module is None else {"inner": module}
-    found = calls(function or (lambda self, x: self.inner(x)), *shapes, **modules)
+    found = calls(function or (lambda self, x: self.inner(x)), *shapes, **({"inner": module} if module else {}))
     row = table_of(found).iloc[-1].to_dict()
     assert {name: row[name] for name in expected} == expected
     assert row["known"] and row["weight_bytes"] == sum(4 * p.numel() for p in (module.parameters() if module else ()))
@@ -87,8 +86,11 @@ def test_work_of_a_transposed_convolution_and_of_a_cell() -> None:
     (up,) = calls(lambda self, x: self.up(x), (1, 6, 8, 8), up=nn.ConvTranspose2d(6, 4, 4, 2, 1, bias=False))
     assert work(table_of([up]))["matrix"][0] == 2 * 6 * 4 * 16 * 64
     cell = calls(lambda self, x: self.cell(x)[0], (3, 10), cell=nn.LSTMCell(10, 20))
-    of_cell = work(table_of([call for call in cell if call.name == "lstm_cell"]))
-    assert of_cell["matrix"][0] == 2 * 3 * 4 * 20 * (10 + 20)
+    assert work(table_of([call for call in cell if call.name == "lstm_cell"]))["matrix"][0] == 2 * 3 * 4 * 20 * (
+        10 + 20
+    )
+    layers = calls(lambda self, x: self.layers(x)[0], (7, 3, 10), layers=nn.GRU(10, 20, 2, bidirectional=True))
+    assert work(table_of(layers[-1:]))["matrix"][0] == 7 * 2 * 3 * 3 * 20 * (2 * (10 + 20) + 2 * (40 + 20))
 
 
 def test_views_are_no_calls_and_what_has_no_rule_is_marked() -> None:
