@@ -76,7 +76,7 @@ conv,float32,,,,2,,,,,,,,,8,4,9,9,3,3,5,5,0,4
 conv,float32,,,,2,,,,,,,,,8,4,9,9,3,3,9,9,2,1
 layernorm,float32,8,64,,,,,,,,,,,,,,,,,,,,
 grouped_gemm,float32,8,64,8,4,,,,,,,,,,,,,,,,,,
-lstm,float32,4,16,8,,,,,,5,,,,,,,,,,,,,
+lstm,float32,4,16,8,2,,,,,5,,,,,,,,,,,,,
 """  # noqa: E501
 
 
@@ -91,6 +91,7 @@ def test_a_list_becomes_a_dataset_of_the_device(tmp_path: Path) -> None:
     assert report.labels == 8 and sum(report.failures.values()) == 2  # a window, and experts
     table = load_operators(tmp_path / "out")
     assert table["seconds"].tolist() == pytest.approx([1e-5] * 8)
+    assert len(library.function_of(table[table["op"] == "lstm"].iloc[0].to_dict())()) == 2  # layers
     assert set(table["device"]) == {"mi210"} and set(table["framework"]) == {"torch"} and table["noise"].max() < 1e-9
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     assert meta["versions"]["torch"] and meta["devices"]["mi210"]["arch"] == "cdna2"

@@ -51,8 +51,7 @@ def taught(model: OnlineModel, task: str, asts: list[CompactAST], label_s: np.nd
 
 def test_before_measurements_it_says_what_the_predictor_says(predictor: Predictor, model: OnlineModel) -> None:
     asts, _ = programs(9)
-    predicted = model.predict("t", model.prior.encode(asts))
-    assert predicted == pytest.approx(predictor.predict(asts, "slow"), rel=1e-5)
+    assert model.predict("t", model.prior.encode(asts)) == pytest.approx(predictor.predict(asts, "slow"), rel=1e-5)
     model.fit()
     assert len(model) == 0
 
