@@ -143,8 +143,8 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
         *((op == name, (one, size["m"], size["n"], one)) for name in ("activation", "batchnorm", "copy", "reduce")),
         (op == "pool", (one, size["batch"] * points, size["in_channels"], window)),
     ]
-    for name, gates in GATES.items():  # one step after the other
-        steps = size["batch"] * size["tokens"]
+    steps = size["batch"] * size["tokens"]  # one after the other
+    for name, gates in GATES.items():
         kinds.append((op == name, (steps, size["m"], gates * size["n"], size["n"] + size["k"])))
     masks = [mask for mask, _ in kinds]
     found = [np.select(masks, [values[i] for _, values in kinds], one) for i in range(4)]

@@ -35,7 +35,8 @@ CASES: list[tuple[Any, list[tuple[int, ...]], Any, dict[str, float]]] = [
     (None, [(3, 4, 5, 6), (3, 4, 6, 7)], lambda _, a, b: a @ b, {"op": "gemm", "batch": 12, "m": 5, "n": 7, "k": 6}),
     (None, [(4, 5), (5,)], lambda _, a, b: a @ b, {"op": "gemm", "m": 4, "n": 1, "k": 5}),
     (nn.Conv2d(8, 12, 3, 2, 1, groups=4), [(2, 8, 9, 11)], None, {"op": "conv", "batch": 2, "in_channels": 8,
-     "out_channels": 12, "height": 9, "width": 11, "out_h": 5, "out_w": 6, "stride": 4, "groups": 4, "backward": 0}),
+     "out_channels": 12, "height": 9, "width": 11, "out_h": 5, "out_w": 6, "kernel_h": 3, "kernel_w": 3, "stride": 4,
+     "groups": 4, "backward": 0}),
     (nn.Conv3d(2, 3, 3), [(1, 2, 5, 6, 7)], None, {"op": "conv", "height": 30, "width": 7, "kernel_h": 9, "kernel_w": 3,
      "out_h": 12, "out_w": 5}),
     (nn.Conv1d(2, 3, 5, dilation=2), [(1, 2, 20)], None, {"op": "conv", "height": 1, "width": 20, "kernel_h": 1, "out_w": 12,
@@ -86,9 +87,8 @@ def test_work_of_a_transposed_convolution_and_of_a_cell() -> None:
     (up,) = calls(lambda self, x: self.up(x), (1, 6, 8, 8), up=nn.ConvTranspose2d(6, 4, 4, 2, 1, bias=False))
     assert work(table_of([up]))["matrix"][0] == 2 * 6 * 4 * 16 * 64
     cell = calls(lambda self, x: self.cell(x)[0], (3, 10), cell=nn.LSTMCell(10, 20))
-    assert work(table_of([call for call in cell if call.name == "lstm_cell"]))["matrix"][0] == 2 * 3 * 4 * 20 * (
-        10 + 20
-    )
+    of_cell = work(table_of([call for call in cell if call.name == "lstm_cell"]))
+    assert of_cell["matrix"][0] == 2 * 3 * 4 * 20 * (10 + 20)
     layers = calls(lambda self, x: self.layers(x)[0], (7, 3, 10), layers=nn.GRU(10, 20, 2, bidirectional=True))
     assert work(table_of(layers[-1:]))["matrix"][0] == 7 * 2 * 3 * 3 * 20 * (2 * (10 + 20) + 2 * (40 + 20))
 
