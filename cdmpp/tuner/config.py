@@ -192,6 +192,11 @@ class TuneConfig:
     gpu: str | None = None
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def own_search(self) -> bool:
+        """Whether candidates are found by our search, not TVM's."""
+        return self.search == "cdmpp" and self.cost_model == "cdmpp"
+
     def __post_init__(self) -> None:
         for what, name, known in (("cost model", self.cost_model, COST_MODELS), ("search", self.search, SEARCHES)):
             if name not in known:

@@ -72,7 +72,6 @@ class TaskState:
     fruitless: int = 0
     #: Why it is not tuned any more; "" while it is.
     finished: str = ""
-    _before: tuple[int, int] = (0, 0)
 
     @property
     def latency_s(self) -> float | None:
@@ -99,13 +98,11 @@ class TaskState:
         elif latency_s is not None and (self.best_s is None or latency_s < self.best_s):
             self.best_s, self.best = latency_s, f"{program.origin} {program.hash[:8]}"
 
-    def end_round(self, worked: int) -> None:
-        """Take note of a round in which so many programs worked; what was measured and dropped in it has been counted."""
-        measured, dropped = self.measured - self._before[0], self.dropped - self._before[1]
-        self._before = (self.measured, self.dropped)
+    def end_round(self, worked: int, hopeless: bool = False) -> None:
+        """Take note of a round in which so many programs worked; it is `hopeless` if only those were measured of it that are
+        measured in any case. What was measured in it has been counted."""
         before = self.history[-1] if self.history else float("inf")
         self.history.append(float("inf") if self.best_s is None else self.best_s)
-        hopeless = dropped > 0 and measured <= math.ceil(KEPT * (measured + dropped))
         gained = self.history[-1] < before * (1 - _GAIN)
         self.fruitless = 0 if worked and (gained or not hopeless) else self.fruitless + 1
         if self.fruitless >= _FRUITLESS and not self.finished:
@@ -319,11 +316,11 @@ class Progress:
             state.take(latency_s, programs[digest])
         return state.used != before
 
-    def end_round(self, task: int, worked: int, error: str = "") -> None:
+    def end_round(self, task: int, worked: int, hopeless: bool = False, error: str = "") -> None:
         """End a round whose outcomes were entered; `worked` of them did, `error` is why one did not."""
         state = self.states[task]
         open_before = not state.finished
-        state.end_round(worked)
+        state.end_round(worked, hopeless)
         if open_before:
             _say_if_lost(state, error)
         self._note(state.name)

@@ -23,7 +23,7 @@ from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import Candidate, DecisionSearch, TaskTuner, runner_results
 from cdmpp.tuner.config import TuneConfig
 from cdmpp.tuner.measure import Measurer, in_time
-from cdmpp.tuner.progress import Progress, leave_alone, next_task, worth_measuring
+from cdmpp.tuner.progress import KEPT, Progress, leave_alone, next_task, worth_measuring
 from cdmpp.tuner.results import TuningStore, replayed
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class _Round:
     task: int
     futures: list[Future[Outcome]]
     dropped: int
+    #: Only those are measured that are measured in any case.
+    hopeless: bool
 
 
 def make_models(config: TuneConfig, device: Device) -> Models:
@@ -84,8 +86,8 @@ class Searches:
         self._searches: dict[str, DecisionSearch | None] = {}
         #: Programs that were measured or are going to be.
         self._known: set[str] = set()
-        #: A task's candidates that are being measured.
-        self._under_way: dict[str, dict[str, Candidate]] = {}
+        #: A task's candidates that are being measured, by round.
+        self._under_way = defaultdict[str, deque[dict[str, Candidate]]](deque)
 
     def begin(
         self,
@@ -134,13 +136,13 @@ class Searches:
         measures = [c.measure for c in candidates]
         worth = worth_measuring(self._guard, self._coverage, self._model, tuner.context, measures, best_s).tolist()
         self._known.update(c.hash for c, good in zip(candidates, worth, strict=True) if good)
-        self._under_way[task] = {c.hash: c for c in candidates}
+        self._under_way[task].append({c.hash: c for c in candidates})
         return [c.job for c in candidates], worth
 
     def learn(self, task: str, outcomes: Sequence[Outcome]) -> None:
         """End a task's round, and learn from what was measured in it."""
         tuner, pairs = self._by_hash[task], list[tuple[Candidate, float | None]]()
-        candidates = self._under_way.pop(task, {})
+        candidates = self._under_way[task].popleft() if self._under_way[task] else {}
         for outcome in outcomes:
             program, space = outcome.job.program, outcome.job.space
             # what a process proposed that died is replayed
@@ -170,7 +172,7 @@ class Searches:
         """A task's search."""
         if task not in self._searches:
             tuner, config = self._by_hash[task], self._config
-            if config.search == "cdmpp" and config.cost_model == "cdmpp":
+            if config.own_search:
                 score = functools.partial(self._log_s, tuner.context)
                 parents = self._parents.pop(task, [])
                 self._searches[task] = DecisionSearch(tuner, score, config.batch, config.seed, parents)
@@ -223,6 +225,8 @@ class TuningSession:
             task = next_task(progress.states, [*others, *(r.task for r in self._under_way)])
             if task is None and not self._under_way:
                 return "nothing more to try"
+            if task is None and self._config.own_search:  # another round before the last one's labels are there
+                task = next_task(progress.states, [*others])
             if task is not None:
                 self._begin_round(task)
             if self._under_way and (task is None or len(self._under_way) >= _DEPTH):
@@ -246,7 +250,7 @@ class TuningSession:
     def _begin_round(self, task: int) -> None:
         """Search, drop, and hand the rest over."""
         progress, state = self._progress, self._progress.states[task]
-        first = not state.history and not state.measured
+        first = not state.history and not state.measured and not any(r.task == task for r in self._under_way)
         found = self.searches.propose(self.tuners[task].task.hash, state.latency_s, first)
         if found is None:
             with progress.lock:
@@ -263,7 +267,9 @@ class TuningSession:
             best_s = None if self._config.trim is None else state.latency_s
             jobs = [replace(job, best_s=best_s) for (job, _), good in zip(fresh, worth, strict=False) if good]
             progress.known.update((job.program.hash, None) for job in jobs)
-        begun = _Round(task, self._measurer.submit(jobs), len(worth) - len(jobs))
+        # what the compiled code decides is no judgement of the task
+        hopeless = sum(good) < len(good) and sum(good) <= math.ceil(KEPT * len(good))
+        begun = _Round(task, self._measurer.submit(jobs), len(worth) - len(jobs), hopeless)
         if jobs:
             self._under_way.append(begun)
         else:
@@ -283,7 +289,7 @@ class TuningSession:
         if done or begun.dropped:
             error = next((f"{o.status}: {o.error}" for o in done if o.error), "")
             with progress.lock:
-                progress.end_round(begun.task, sum(o.latency_s is not None for o in done), error)
+                progress.end_round(begun.task, sum(o.latency_s is not None for o in done), begun.hopeless, error)
 
     def _leave_alone(self) -> None:
         """Do not begin tasks that are not worth a trial."""

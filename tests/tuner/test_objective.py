@@ -108,20 +108,18 @@ def test_a_task_is_given_up_when_nothing_works_or_nothing_is_worth_it() -> None:
 
 
 def test_a_task_whose_programs_are_not_expected_to_win_and_do_not_is_given_up() -> None:
-    def tuned(latencies: list[float], dropped: int) -> TaskState:
+    def tuned(latencies: list[float], hopeless: bool = True) -> TaskState:
         state = TaskState("t", 1.0)
         for latency_s in latencies:
             for _ in range(4):
                 state.count(latency_s, Program("p", "t", "s", "", "search"))
-            state.dropped += dropped
-            state.end_round(4)
+            state.end_round(4, hopeless)
         return state
 
-    assert "nothing worth measuring" in tuned([1.0, 1.0, 1.0, 1.0], dropped=12).finished
-    assert not tuned([1.0, 0.9, 0.8, 0.7], dropped=12).finished, "against expectation they won"
-    assert not tuned([1.0, 1.0, 0.9, 1.0, 1.0], dropped=12).finished, "in a row"
-    assert not tuned([1.0, 1.0, 1.0, 1.0], dropped=8).finished, "some were expected to win"
-    assert not tuned([1.0, 1.0, 1.0, 1.0], dropped=0).finished, "without trimming all count"
+    assert "nothing worth measuring" in tuned([1.0, 1.0, 1.0, 1.0]).finished
+    assert not tuned([1.0, 0.9, 0.8, 0.7]).finished, "against expectation they won"
+    assert not tuned([1.0, 1.0, 0.9, 1.0, 1.0]).finished, "in a row"
+    assert not tuned([1.0, 1.0, 1.0, 1.0], hopeless=False).finished, "some were expected to win"
 
 
 class Intervals:

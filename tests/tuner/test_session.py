@@ -19,7 +19,9 @@ from cdmpp.profiler.machine import usable_cores
 from cdmpp.program import import_tvm, structural_hash
 from cdmpp.tuner.candidates import TaskTuner, signals_held_back
 from cdmpp.tuner.cost_model import CostModel
+from cdmpp.tuner.measure import Measurer
 from cdmpp.tuner.results import CURVE_FILE, DATASET_FOLDER, RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_database
+from cdmpp.tuner.session import TuningSession
 from tests.samples.programs import matmul_task
 from tests.samples.tuning import FakeEngine, interrupt_after, made_up_latency_s, tuned
 
@@ -70,6 +72,26 @@ def test_where_no_schedule_is_faster_the_database_says_so(tmp_path: Path) -> Non
     workload = tvm.IRModule({"main": matmul_task().prim_func()})
     found = database.query_ir_module(workload, tvm.target.Target({"kind": "llvm"}), "main")
     assert structural_hash(found["main"]) == plain
+
+
+def test_what_the_compiled_code_leaves_out_gives_no_task_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def worth(self: Measurer, jobs: list[Any], good: list[bool], left_s: float | None) -> tuple[list[bool], float]:
+        return [number == 0 for number in range(len(jobs))], 0.0
+
+    monkeypatch.setattr(Measurer, "worth", worth)
+    report = tuned(FakeEngine(lambda digest: 1e-6), tmp_path / "t", 36)
+    assert report.stopped == "36 trials" and report.costs.measurements == 6, "not one round gained anything"
+
+
+@pytest.mark.parametrize(("cost_model", "order"), [("cdmpp", "bbebee"), ("xgb", "bebebe")])
+def test_one_task_is_searched_while_it_is_measured(tmp_path, monkeypatch, cost_model: str, order: str) -> None:
+    steps = list[str]()
+    for name in ("_begin_round", "_end_round"):
+        done = getattr(TuningSession, name)
+        step = lambda *args, done=done, letter=name[1]: (steps.append(letter), done(*args))  # noqa: E731
+        monkeypatch.setattr(TuningSession, name, step)
+    tuned(FakeEngine(), tmp_path / "t", 18, options={"cost_model": cost_model})
+    assert "".join(steps) == order
 
 
 @pytest.mark.parametrize("shards", [None, 2])
