@@ -68,33 +68,38 @@ def calibrate(
     measure: Callable[[int | None], Labels],
     degrees: Sequence[int],
     tolerance: float,
-    accept: Callable[[DegreeResult, float], bool],
+    accept: Callable[[DegreeResult, DegreeResult], bool],
 ) -> Calibration:
     """Measure the same programs alone, twice, and together at falling degrees; the first accepted degree wins, else 1.
-    `measure` takes the labels at a degree (None for alone). A median difference up to `tolerance` is accepted if `accept` is
-    content with the result and the labels per second alone. ProfilerError if no program could be measured alone."""
+    `measure` takes the labels at a degree (None for alone). A median difference up to `tolerance`, or up to that of the two
+    runs alone, is accepted if `accept` is content with the result beside that of the second run alone. ProfilerError if no
+    program could be measured alone."""
     first, _ = measure(None)
     again, rate_alone = measure(None)
     if not first:
         raise ProfilerError("not one program of the calibration sample could be measured")
     # The better of two runs alone is the truth to compare with.
     alone = {program: min(value, again.get(program, value)) for program, value in first.items()}
+    noise = compare(1, first, again, rate_alone)
     results: list[DegreeResult] = []
     chosen = 1
     for degree in degrees:
         result = compare(degree, alone, *measure(degree))
-        within = result.median_difference is not None and result.median_difference <= tolerance
-        results.append(replace(result, accepted=within and accept(result, rate_alone)))
+        within = result.median_difference is not None and (
+            result.median_difference <= max(tolerance, noise.median_difference or 0.0)
+        )
+        results.append(replace(result, accepted=within and accept(result, noise)))
         if results[-1].accepted:
             chosen = degree
             break
-    return Calibration(chosen, tolerance, compare(1, first, again, rate_alone), tuple(results))
+    return Calibration(chosen, tolerance, noise, tuple(results))
 
 
 def calibrate_cpu(
     jobs: Sequence[BuildJob], config: CpuConfig, device: Device, tolerance: float, notify: Callable[[str], None]
 ) -> Calibration:
-    """The degree for a share of this machine, by these programs: a mean difference of twice the tolerance is accepted too."""
+    """The degree for a share of this machine, by these programs: a mean difference of twice the tolerance is accepted too, or
+    that of labels taken alone."""
     cores, sentinel, threads = usable_cores(), sentinel_job(), int(device.share)
     notify(f"calibrating the degree of parallelism on {len(jobs)} programs")
 
@@ -103,9 +108,10 @@ def calibrate_cpu(
         with Engine(CpuMeasurer(config, device.target, Executor(groups), sentinel, overlap=not alone)) as engine:
             return timed_labels(engine.run(iter(jobs)))
 
-    def accept(result: DegreeResult, rate_alone: float) -> bool:
+    def accept(result: DegreeResult, alone: DegreeResult) -> bool:
         # A few programs that live on memory bandwidth show in the mean.
-        return result.mean_difference is not None and result.mean_difference <= 2 * tolerance
+        limit = max(2 * tolerance, alone.mean_difference or 0.0)
+        return result.mean_difference is not None and result.mean_difference <= limit
 
     calibration = calibrate(measure, halved(len(cores) // threads), tolerance, accept)
     for result in calibration.results:

@@ -29,7 +29,7 @@ def test_the_first_degree_within_the_tolerance_wins() -> None:
 
 
 def test_what_is_not_accepted_leaves_one() -> None:
-    found = calibrate(measure_with({}), [4, 2], 0.02, lambda result, rate: result.labels_per_s > 4 * rate)  # type: ignore[arg-type]
+    found = calibrate(measure_with({}), [4, 2], 0.02, lambda result, alone: result.labels_per_s > 4 * alone.labels_per_s)  # type: ignore[arg-type]
     assert found.degree == 1 and not any(r.accepted for r in found.results)
 
 

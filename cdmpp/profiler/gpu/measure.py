@@ -241,9 +241,9 @@ def _degrees(
     return degrees, results
 
 
-def _accept(result: DegreeResult, rate_alone: float) -> bool:
+def _accept(result: DegreeResult, alone: DegreeResult) -> bool:
     in_order = result.spearman is None or result.spearman >= _MIN_SPEARMAN
-    return in_order and result.labels_per_s > rate_alone
+    return in_order and result.labels_per_s > alone.labels_per_s
 
 
 def _best(
