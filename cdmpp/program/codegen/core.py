@@ -61,26 +61,33 @@ def _rows(core: str) -> dict[str, Cost]:
     import pyarrow.parquet as pq
 
     facts = _facts()["cores"].get(core, {})
-    if "rows_of" in facts:
-        return _rows_unlike(_rows(facts["rows_of"]), facts)
     found = {}
-    for row in pq.read_table(_FOLDER / "cores.parquet", filters=[("core", "=", core)]).to_pylist():
-        terms = [term.partition("*") for term in row["ports"].split()]
-        uses = tuple((float(cycles), tuple(units.split("|"))) for cycles, _, units in terms)
-        found[row["instruction"]] = Cost(float(row["latency"]), float(row["micro_ops"]), uses)
-    return found
+    if "rows_of" in facts:
+        found = _rows(facts["rows_of"])
+    else:
+        for row in pq.read_table(_FOLDER / "cores.parquet", filters=[("core", "=", core)]).to_pylist():
+            uses = tuple(_use(term) for term in row["ports"].split())
+            found[row["instruction"]] = Cost(float(row["latency"]), float(row["micro_ops"]), uses)
+    return _rows_unlike(found, facts) if "units" in facts else found
+
+
+def _use(term: str) -> tuple[float, tuple[str, ...]]:
+    """Of ``2*a|b``: two cycles of one of two units."""
+    cycles, _, units = term.partition("*")
+    return float(cycles), tuple(units.split("|"))
 
 
 def _rows_unlike(rows: Mapping[str, Cost], facts: Mapping[str, Any]) -> dict[str, Cost]:
-    """Rows of one core with what another's facts say differs."""
+    """Rows with what a core's facts say differs."""
     found = {}
     for name, cost in rows.items():
         if facts.get("full_width"):
             cost = rows.get(name.replace(" z", " y"), cost)
-        cycles = next((c for pattern, c in facts["latency"].items() if re.fullmatch(pattern, name.split()[0])), None)
+        latencies = facts.get("latency", {}).items()
+        cycles = next((c for pattern, c in latencies if re.fullmatch(pattern, name.split()[0])), None)
         units = {k: v for pattern, own in facts["units"].items() if re.fullmatch(pattern, name) for k, v in own.items()}
         used = ((c, units.get("|".join(u), "|".join(u))) for c, u in cost.uses)
-        uses = tuple((c, tuple(names.split("|"))) for c, names in used if names)
+        uses = tuple(_use(names if "*" in names else f"{c}*{names}") for c, names in used if names)
         memory = " m" in name
         found[name] = Cost(cost.latency if cycles is None or memory else cycles, cost.micro_ops, uses)
     return found
