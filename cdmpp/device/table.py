@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-import logging
 import os
 import platform
 import re
-import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -22,8 +21,6 @@ from typing import Any
 from cdmpp.device.spec import ASSUMED_SIMD_PIPES, ISAS, Device
 from cdmpp.errors import UnknownDeviceError, raised_as, reason
 from cdmpp.files import read_yaml, shipped_table, write_text
-
-_LOG = logging.getLogger(__name__)
 
 #: Environment variable: a folder whose ``proc`` and ``sys`` say what this machine is, in place of the real ones (for tests,
 #: and containers that hide them).
@@ -151,17 +148,6 @@ def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
         virtual=("hypervisor" in facts.flags) if x86 else None,
         sources=("detected: /proc/cpuinfo, /sys; peak: two vector pipes a core unless it is known to have one",),
     )
-
-
-def detect_gpu_names() -> list[str]:
-    """Model names of the NVIDIA GPUs that ``nvidia-smi`` lists; empty without it."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        _LOG.debug("no NVIDIA GPU: %s", error)
-        return []
-    return [line.strip() for line in output.splitlines() if line.strip()]
 
 
 def _microarchitecture(facts: CpuFacts) -> tuple[str, str, str]:
@@ -294,6 +280,8 @@ class DeviceTable:
         self._rows: dict[str, Device] = {}
         self._keys: dict[str, str] = {}
         self._joined: dict[str, str] = {}
+        #: Short name -> words about the form -> devices.
+        self._forms = defaultdict[str, defaultdict[str, set[str]]](lambda: defaultdict(set))
         for row in rows:
             known = self._rows.get(row.name)
             row = row if known is None or known.kind != row.kind else overlay(known, row)
@@ -304,6 +292,8 @@ class DeviceTable:
                     known_as = self._joined.setdefault(_joined(name), row.name)
                     if known_as != row.name:
                         self._joined[_joined(name)] = ""  # of several devices
+                    short, form, _ = _short(name)
+                    self._forms[short][form].add(row.name)
         self.this_cpu: Device | None = None
         self._cores_here: int | None = None
         if this_cpu is not None:
@@ -339,8 +329,19 @@ class DeviceTable:
 
     def find(self, name: str) -> Device | None:
         """The whole device of a name, a model string or an alias, in any case, with spaces, ``_``, ``-`` or nothing between
-        words, with or without its maker's; None if unknown."""
-        return self._rows.get(self._keys.get(normalise(name)) or self._joined.get(_joined(name), ""))
+        words, with or without its maker's, its line's, its form and its memory if these leave one; None if unknown."""
+        exact = self._keys.get(normalise(name)) or self._joined.get(_joined(name))
+        return self._rows.get(exact or self._nearly(name))
+
+    def _nearly(self, name: str) -> str:
+        """The device of a short name and as much memory, of this form if one is known to be; "" of none and of several."""
+        short, form, gb = _short(name)
+        named = self._forms.get(short, {})
+        known = {row for rows in named.values() for row in rows}
+        fits = {row for row in known if gb is None or abs(gb / (self._rows[row].mem_gb or gb) - 1) < _SAME_MEMORY}
+        found = fits & named[form] if form and form in named else fits
+        usual = self._joined.get(short, "")
+        return found.pop() if len(found) == 1 else usual if usual in found and not (form and form not in named) else ""
 
     def get(self, name: str) -> Device:
         """The device of a name ``base[.isa][@share]``: ``base`` as of :meth:`find`, ``isa`` one of
@@ -379,13 +380,30 @@ def normalise(name: str) -> str:
     return re.sub(r"[\s_/-]+", "-", plain).strip("-")
 
 
-#: Words that may be left out of a name.
-_MAKERS = ("nvidia", "amd", "intel", "geforce", "tesla", "instinct")
+#: Words that may be left out of a name, of makers and of lines; what else says nothing; forms; and sizes of memories in GB.
+#: What differs by less is the same size (10**9 or 2**30 bytes, and what ECC takes).
+_MAKERS, _LINES = (
+    re.compile("nvidia|amd|intel|geforce|tesla|instinct|radeon"),
+    re.compile("^(rtx|gtx|rx|arc)(?=[a-z]?\\d)"),
+)
+_NOTHING, _FORM = re.compile(r"hbm\de?|generation|gpu|:.*"), re.compile(r"(pcie|oam|sxm)([2-6](?!\d?gb))?")
+_MEMORY = re.compile("(8|12|16|24|32|40|48|64|80|94|96|128|141|144|180|192|256|279|288|480)gb")
+_SAME_MEMORY = 0.12
 
 
 def _joined(name: str) -> str:
     """A name without separators and makers: ``NVIDIA GeForce RTX 4090`` -> ``rtx4090``."""
-    return "".join(word for word in normalise(name).split("-") if word not in _MAKERS)
+    return re.sub("(?<=[0-9])g$", "gb", _MAKERS.sub("", normalise(name).replace("-", "")))
+
+
+def _short(name: str) -> tuple[str, str, float | None]:
+    """A name without what may be left out, its form and its gigabytes: ``A100-SXM4-80GB`` -> ``a100``, ``sxm``, 80."""
+    plain = normalise(name)
+    apart = re.search(r"-(\d+)gb?(?=-|$)", plain)
+    joined = _NOTHING.sub("", _joined(plain.replace(apart.group(), "") if apart else plain))
+    form, memory = _FORM.search(joined), apart or _MEMORY.search(joined)
+    short = _LINES.sub("", _MEMORY.sub("", _FORM.sub("", joined)))
+    return short, form.group(1) if form else "", float(memory.group(1)) if memory else None
 
 
 #: GFLOP/s per GB/s of what exists: 7 (A64FX) to 105 (A40, L40S).
@@ -582,12 +600,6 @@ def get_device(name: str | Device, table: DeviceTable | None = None) -> Device:
 def detect() -> Device:
     """The CPU of this machine with all cores that this process may use."""
     return get_device(THIS_CPU)
-
-
-def detect_gpus() -> list[Device]:
-    """The GPUs of this machine that the table knows, as ``nvidia-smi`` lists them."""
-    table = load_table()
-    return [row.used() for row in [table.find(name) for name in detect_gpu_names()] if row is not None]
 
 
 def known_devices(table: DeviceTable | None = None) -> list[Device]:

@@ -53,6 +53,26 @@ def test_names_that_are_none(name: str, message: str) -> None:
         TABLE.get(name)
 
 
+@pytest.mark.parametrize("row", [row for row in TABLE.rows if row.kind == "gpu"], ids=lambda row: row.name)
+def test_every_gpu_is_found_as_its_makers_and_authors_write_it(row: Device) -> None:
+    for name in (row.name, row.model, *row.aliases):
+        if row.mem_gb is not None and "gb" not in name.lower():
+            assert TABLE.find(f"{name} {row.mem_gb:g}GB") == TABLE.find(f"{name}-{row.mem_gb:g}g") == row, name
+        for text in (name, f"{row.vendor}{name}", f"{row.vendor.upper()} {name}"):
+            for old, new in (("", ""), (" ", "_"), (" ", ""), ("-", " "), ("-", ""), ("-", "_")):
+                assert TABLE.find(text.replace(old, new)) == row, text.replace(old, new)
+
+
+@pytest.mark.parametrize(("name", "found"), [
+    ("V100-32GB", "v100-pcie-32gb"), ("H100-SXM5-80GB", "h100-sxm"), ("a100_pcie", "a100-pcie-40gb"), ("l40s_pcie", "l40s"),
+    ("AMD Instinct MI300X OAM", "mi300x"), ("gfx90a:sramecc+:xnack-", "mi210"), ("7900XTX", "rx-7900-xtx"),
+    ("T4 80GB", None), ("A100-SXM-16GB", None), ("A100-SXM4-32GB", None), ("6000", None),
+])  # fmt: skip
+def test_form_memory_and_line_may_be_left_out_but_not_wrong(name: str, found: str | None) -> None:
+    row = TABLE.find(name)
+    assert (None if row is None else row.name) == found
+
+
 @given(st.text(max_size=30))
 def test_any_text_resolves_or_is_refused_in_one_line(name: str) -> None:
     try:
