@@ -32,7 +32,6 @@ KINDS = ("tasks", "programs", "networks")
 #: Variant -> what differs from the base configuration, by section.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "base": {},
-    "no positional encoding": {"model": {"positional": "none"}},
     "paper's positional encoding": {"model": {"positional": "paper"}},
     "standard positional encoding": {"model": {"positional": "standard"}},
     "no CMD": {"loss": {"cmd_weight": 0.0}},
@@ -47,10 +46,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "no instruction counts": {"loss": {"codegen_weight": 0.0}},
     "two networks": {"train": {"members": 2}},
     "two networks, unmeasured pairs": {"train": {"members": 2}, "data": {"unmeasured": True}},
-    "flatten": {"model": {"pooling": "flatten"}},
-    "sum pooling": {"model": {"pooling": "sum"}},
-    "mean pooling": {"model": {"pooling": "mean"}},
-    "attention pooling": {"model": {"pooling": "attention"}},
 }
 #: The networks that the configurations that ship hold out and validate with.
 SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;adapt=0.3"

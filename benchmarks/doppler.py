@@ -53,8 +53,8 @@ def tuned_once(args: argparse.Namespace, tasks: Sequence[Task], way: str, seed: 
     """Tune the tasks in one way."""
     out = args.out / "runs" / f"{way.replace(' ', '-')}-{seed}"
     workers: int | str = "auto" if way == "auto" else 1
-    options = {"predictor": predictor, "trim": None, "seed": seed, "workers": workers, "builders": args.builders}
-    config = tune_config(args, args.trials * len(tasks), **options)
+    options = {"predictor": predictor, "trim": None, "seed": seed, "workers": workers, "compile": 1}
+    config = tune_config(args, args.trials * len(tasks), builders=args.builders, **options)
     began = time.perf_counter()
     with contextlib.ExitStack() as open_:
         measurer = None

@@ -50,7 +50,7 @@ def tuned_once(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], wa
     out = args.out / "runs" / f"{way}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     started = time.perf_counter()
-    options = {"cost_model": "cdmpp", "predictor": args.predictor, "trim": None}
+    options = {"cost_model": "cdmpp", "predictor": args.predictor, "trim": None, "compile": 1}
     config = tune_config(args, args.trials, seed=seed, shards=WAYS.get(way), **options)
     tuned = tune_tasks(args.network, tasks, device=device, out=out, config=config)
     wall_s = time.perf_counter() - started

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 #: Measured quantity -> what the table says about it: a field, or a key of ``peak_gflops``.
 _BESIDE = {
     "copy_gb_s": "bandwidth_gb_s",
-    "triad_gb_s": "bandwidth_gb_s",
     "float32_gflops": "peak_gflops.float32",
     "tfloat32_matrix_gflops": "peak_gflops.tfloat32_matrix",
     "float16_matrix_gflops": "peak_gflops.float16_matrix",
@@ -221,7 +220,7 @@ def _import(args: ui.Namespace, console: Console, errors: Console) -> Any:
     if report.graphs:
         ui.say(console, f"{len(report.graphs)} networks as graphs of tasks: {', '.join(report.graphs)}")
     for name, count in report.unknown_operators.items():
-        ui.say(console, f"left out: {count} of the unknown operator {name}")
+        ui.say(console, f"left out: {count} rows, {name if name == 'suspect' else f'of the unknown operator {name}'}")
     for note in report.notes:
         ui.say(console, note)
     return report.to_json()

@@ -159,10 +159,10 @@ def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
 def _latency_on(args: ui.Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
     from cdmpp.cli.serving import run as run_serving
     from cdmpp.endtoend import compare_devices, read_prices
-    from cdmpp.program.llm import MODELS, is_config
+    from cdmpp.program.llm import MODELS, is_config, model_name
 
     listed = args.network.lower().endswith((".parquet", ".csv"))
-    if listed or args.network in MODELS or (args.network.endswith(".json") and is_config(args.network)):
+    if listed or model_name(args.network) in MODELS or (args.network.endswith(".json") and is_config(args.network)):
         return run_serving(args, devices, console, errors)
     if args.dtype is not None:
         raise CdmppError("--dtype is of language models and lists of operators: networks are float32 here")

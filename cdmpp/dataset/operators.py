@@ -24,6 +24,7 @@ TORCH, TORCH_COLD, TORCH_CALLS = "torch", "torch-cold", "torch-calls"
 LABELS: dict[str, str] = {
     "device": "canonical name",
     "framework": "whose kernels: vllm, sglang, trtllm, torch, miopen, ...",
+    "version": "of the framework, where the source tells",
     "kernel": "the kernel, solver or backend, where the source tells; of several of one operator each is a row",
     "seconds": "latency",
     "noise": "relative, of the label; NaN where unknown",

@@ -89,7 +89,7 @@ class Device:
     #: Manufacturing process, as marketed: with the power it decides how much of the peak can be sustained.
     process_nm: float | None = None
     #: Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for matrix units
-    #: (``tfloat32_matrix``, ``float16_matrix``), dense.
+    #: (``tfloat32_matrix``, ``float16_matrix``), dense, with sums in float32 as libraries have them.
     peak_gflops: Mapping[str, float] = field(default_factory=dict)
     #: Cost of starting one kernel.
     launch_overhead_us: float | None = None

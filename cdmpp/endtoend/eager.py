@@ -109,7 +109,7 @@ def eager_latency(
     if not on_cpu and calls_s > seconds.sum():
         notes.append(f"Python's calls bound it: the kernels alone take {1e3 * seconds.sum():.3g} ms (--launch-us 0)")
     rng = np.random.default_rng(0)
-    common = _COMMON if device.name in model.devices else _COMMON_ELSEWHERE
+    common = _COMMON if model.measured_on(device) else _COMMON_ELSEWHERE
     drawn = rng.normal(0, 1, (_DRAWS, len(seconds))) * spread + rng.normal(0, common, (_DRAWS, 1))
     sums = together_s((seconds * np.exp(drawn)).sum(1), rng.normal(0, 1, _DRAWS))
     chance_low, chance_high = (float(q) for q in np.quantile(sums, [(1 - coverage) / 2, (1 + coverage) / 2]))
@@ -147,7 +147,7 @@ def eager_latency(
 
 def _notes(unknown: pd.DataFrame, part: float, device: Device, model: OperatorModel) -> list[str]:
     notes = []
-    if device.name not in model.devices:
+    if not model.measured_on(device):
         notes.append(
             f"no library operator was measured on {device.name}: predicted from {', '.join(sorted(model.devices))}"
         )

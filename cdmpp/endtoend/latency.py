@@ -114,7 +114,7 @@ def predict_latency(
         compile_best = 0
     tasks, evidence = predict_tasks(predictor, source, programs, resolved, compile_best, progress)
     difficulty = np.array([task.difficulty for task in tasks.values()])
-    factors = _error_factors(predictor.calibration_of(evidence), resolved.name, coverage, difficulty, seed)
+    factors = _error_factors(predictor.calibration_of(evidence, resolved), resolved.name, coverage, difficulty, seed)
     cases = {task: tasks[task].latency_s * own for task, own in zip(tasks, factors, strict=True)}
     launch_us, launch_note = _launch(resolved, launch_overhead_us)
     play = partial(replay, source.graph, launch_s=1e-6 * launch_us, asynchronous=resolved.kind != "cpu")

@@ -109,22 +109,28 @@ def predict_serving(
     framework: str = BEST,
     prices: Mapping[str, float] | None = None,
 ) -> list[ServingReport]:
-    """Predict a decoder (:func:`cdmpp.program.llm.load_decoder`) on each device, of which there are ``serving.tp`` alike.
-    NetworkError: the decoder is not known, cannot be split, or does not fit into memory. UnknownDeviceError, PredictorError: a
-    device or the framework is wrong."""
+    """Predict a decoder (:func:`cdmpp.program.llm.load_decoder`) on each device, of which there are ``serving.tp`` alike; those
+    without enough memory are left out, with a note. NetworkError: the decoder is not known, cannot be split, or fits into no
+    device's memory. UnknownDeviceError, PredictorError: a device or the framework is wrong."""
     decoder = load_decoder(spec)
     _check(serving)
     dtype = dtype_name(serving.dtype)
     kv_dtype = dtype_name(serving.kv_dtype)
     rows = _steps(decoder, serving, dtype, kv_dtype)
-    reports = []
+    reports, small = [], list[NetworkError]()
     for name in devices:
         device = get_device(name)
-        memory = _check_memory(decoder, serving, device, dtype, kv_dtype)
+        try:
+            memory = _check_memory(decoder, serving, device, dtype, kv_dtype)
+        except NetworkError as err:
+            small.append(err)
+            continue
         report = _report(rows, device, model, decoder.name, dtype, framework)
         price = (prices or {}).get(device.name)
         reports.append(_with_rates(report, serving, memory, price))
-    return reports
+    if not reports:
+        raise small[0]
+    return [replace(report, notes=(*report.notes, *map(str, small))) for report in reports]
 
 
 def _check(serving: Serving) -> None:
@@ -161,7 +167,7 @@ def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str
         per_sequence = (serving.past or serving.seq) + 1
     new = serving.batch * (1 if serving.phase == "decode" and not serving.generate else serving.seq)
 
-    def needed(batch: int, tp: int) -> float:
+    def needed(batch: int, tp: int, dtype: str = dtype, kv_dtype: str = kv_dtype) -> float:
         scale = batch / serving.batch
         return decoder.memory_bytes(dtype, kv_dtype, batch * per_sequence, new * scale, tp) / 1e9
 
@@ -170,11 +176,14 @@ def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str
     if total <= room:
         return total
     batch = next((b for b in range(serving.batch - 1, 0, -1) if needed(b, serving.tp) <= room), 0)
-    tp = next((2**i for i in range(8) if 2**i > serving.tp and needed(serving.batch, 2**i) <= room), 0)
+    splits = (2**i for i in range(8) if 2**i > serving.tp and decoder.splits(2**i))
+    tp = next((ranks for ranks in splits if needed(serving.batch, ranks) <= room), 0)
+    narrow = needed(serving.batch, serving.tp, "fp8", "fp8") <= room
     options = [f"--batch {batch}"] * (batch > 0) + [f"--tp {tp}"] * (tp > 0)
+    otherwise = "--dtype fp8 --kv-dtype fp8" if narrow else "nothing but shorter sequences"
     raise NetworkError(
         f"{decoder.name} needs {total:.0f} GB on each of {serving.tp} {device.name}, which have {device.mem_gb:g} GB, of which "
-        f"{_USABLE:.0%} can be used: {' or '.join(options) or 'a smaller data type'} would fit"
+        f"{_USABLE:.0%} can be used: {' or '.join(options) or otherwise} would fit"
     )
 
 
@@ -182,18 +191,22 @@ def _report(
     rows: pd.DataFrame, device: Device, model: OperatorModel, name: str, dtype: str, framework: str
 ) -> ServingReport:
     known = rows["known"].to_numpy(dtype=bool)
-    table = operator_table(rows[known]) if known.any() else rows[known]
+    table = operator_table(rows[known])
     each, low, high = model.interval(table, device, framework)
     counts, ops, phases = table["count"].to_numpy(dtype=np.float64), table["op"], table["phase"].astype(str)
     seconds = pd.Series(each * counts, index=table.index)
     total = float(seconds.sum())
     low_s, high_s = _interval(each * counts, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
     own_s = seconds / table.get("weight", 1.0)  # of one step, not all that it stands for
+    weights = (
+        table.assign(weight=table.get("weight", 1.0)).groupby([table["step"], phases], sort=False)["weight"].first()
+    )
     steps = [
-        {"step": _plain(step), "phase": phase, "latency_s": float(step_s)}
+        {"step": _plain(step), "phase": phase, "stands_for": float(weights[step, phase]), "latency_s": float(step_s)}
         for (step, phase), step_s in own_s.groupby([table["step"], phases], sort=False).sum().items()
     ]
-    columns = {"name": table["name"], "op": ops, "phase": phases, "step": table["step"], "count": counts}
+    columns = {"row": np.flatnonzero(known) + 1, "name": table["name"], "op": ops, "phase": phases}
+    columns |= {"step": table["step"], "count": counts}
     why = model.explain(table, device) if len(table) else pd.DataFrame()
     listed = pd.DataFrame({**columns, "latency_s": each}).join(why)
     operators = [{name: _plain(value) for name, value in row.items()} for row in listed.to_dict("records")]
@@ -204,7 +217,7 @@ def _report(
         notes.append(f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum")
     if device.name in model.corrections:
         notes.append(f"{device.name}: corrected by operators that were measured on it")
-    elif unmeasured := sorted(set(kinds(table)) - set(model.devices.get(device.name, ()))):
+    elif unmeasured := sorted(set(kinds(table)) - model.measured_on(device)):
         notes.append(
             f"on {device.name} these were never measured, with intervals of devices left out: {', '.join(unmeasured)}"
         )

@@ -28,13 +28,8 @@ class ModelConfig(_Section):
     dropout: float = Field(0.05, ge=0, lt=1)
     #: Bins of the piecewise-linear encoding that each leaf feature gets besides its value; 0 leaves it out.
     bins: int = Field(0, ge=0)
-    #: Pre-order positional encoding added to the leaves: ``standard`` frequencies, the ``paper``'s, or ``none``.
-    positional: Literal["standard", "paper", "none"] = "standard"
-    #: How leaves become one vector: masked ``sum``, ``mean`` or learned ``attention`` pooling, or ``flatten`` (as in
-    #: CDMPP): one after the other.
-    pooling: Literal["sum", "mean", "attention", "flatten"] = "attention"
-    #: How many leaves ``flatten`` keeps; programs with fewer are padded with zeros.
-    flatten_leaves: int = Field(16, ge=1)
+    #: Pre-order positional encoding added to the leaves: ``standard`` frequencies or the ``paper``'s.
+    positional: Literal["standard", "paper"] = "standard"
     #: How the device enters: ``film`` scales and shifts every leaf, ``none`` hides it from the network.
     device: Literal["film", "none"] = "film"
     #: Whether the decoder sees what is computed of program and device together (:mod:`cdmpp.predictor.pair_features`).

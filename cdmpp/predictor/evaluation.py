@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ def evaluate_rows(
     counted = {"n_compiled": evidence.code, "n_measured": evidence.elsewhere}
     table = data.labels.iloc[rows[known]]
     scores["overall"]["interval"] = interval_metrics(
-        predictor.calibration_of(evidence),
+        partial(predictor.calibration_of, evidence),
         table["latency_s"].to_numpy(dtype=np.float64),
         predicted_s[known],
         table["task"].tolist(),

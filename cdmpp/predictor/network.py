@@ -178,7 +178,7 @@ class LatencyNetwork(nn.Module):
         self.bins = PiecewiseLinear(leaf_dim, config.bins) if config.bins else None
         self.pair_bins = PiecewiseLinear(pair_dim, config.bins) if config.bins and pair_dim else None
         self.leaf_projection = nn.Linear(leaf_dim * (1 + config.bins), dim)
-        self.position = None if config.positional == "none" else PreOrderEncoding(dim, config.positional)
+        self.position = PreOrderEncoding(dim, config.positional)
         self.device_projection: nn.Module | None = None
         decoder_in = config.embedding_dim + pair_dim * (1 + config.bins)
         if config.device != "none":
@@ -189,10 +189,9 @@ class LatencyNetwork(nn.Module):
         )
         self.encoder = nn.TransformerEncoder(layer, config.layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(dim)
-        self.pool = AttentionPooling(dim, config.heads) if config.pooling == "attention" else None
-        # sums grow with the number of leaves, so the pooled vector also carries its logarithm
-        pooled_dim = dim * config.flatten_leaves if config.pooling == "flatten" else dim
-        self.embedding = nn.Linear(pooled_dim + 1, config.embedding_dim)
+        self.pool = AttentionPooling(dim, config.heads)
+        # the latency grows with the number of leaves, so the pooled vector also carries its logarithm
+        self.embedding = nn.Linear(dim + 1, config.embedding_dim)
         self.decoder = _decoder(config, decoder_in)
         self.compiled_decoder = CompiledDecoder(config, decoder_in) if code_dim else None
         self.codegen = nn.Linear(config.embedding_dim, len(STATIC_FEATURES)) if config.codegen else None
@@ -210,26 +209,15 @@ class LatencyNetwork(nn.Module):
 
     def embed(self, batch: PaddedBatch, device: torch.Tensor) -> torch.Tensor:
         """Bounded embedding of each program on its device, shape (batch, embedding_dim)."""
-        config, padding = self.config, batch.padding
-        leaves = self._project(batch)
-        if self.position is not None:
-            leaves = leaves + self.position(batch.positions)
+        padding = batch.padding
+        leaves = self._project(batch) + self.position(batch.positions)
         if self.device_projection is not None:
             scale, shift = self.device_projection(device)[:, None, :].chunk(2, dim=-1)
             leaves = leaves * (1 + scale) + shift
         hidden = self.norm(self.encoder(leaves, src_key_padding_mask=padding))
         count = (~padding).sum(1, keepdim=True).to(hidden.dtype)
-        if self.pool is not None:
-            pooled = self.pool(hidden, padding)
-        else:
-            hidden = hidden.masked_fill(padding[:, :, None], 0.0)
-            if config.pooling == "flatten":
-                kept = hidden[:, : config.flatten_leaves]
-                pooled = nn.functional.pad(kept, (0, 0, 0, config.flatten_leaves - kept.shape[1])).flatten(1)
-            else:
-                pooled = hidden.sum(1) / (count if config.pooling == "mean" else 1.0)
         # bounded, so that CMD is defined
-        return torch.tanh(self.embedding(torch.cat([pooled, torch.log(count)], dim=1)))
+        return torch.tanh(self.embedding(torch.cat([self.pool(hidden, padding), torch.log(count)], dim=1)))
 
     def _project(self, batch: PaddedBatch) -> torch.Tensor:
         """``leaf_projection`` of leaves and their bins, (batch, length, dim), without what padding and bins that are

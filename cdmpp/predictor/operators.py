@@ -27,7 +27,7 @@ from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import read_json, write_text
 from cdmpp.predictor.checkpoint import load_tensors, save_tensors
 from cdmpp.predictor.encoding import Correction
-from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, Mechanism, mechanism
+from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, Mechanism, mechanism, without_unit
 from cdmpp.predictor.solvers import (
     FRAMEWORK,
     OPERATOR,
@@ -156,12 +156,20 @@ class OperatorModel:
         if resolved.kind not in {get_device(name).kind for name in self.devices}:
             raise PredictorError(f"these library operators are of no {resolved.kind.upper()}, as {resolved.name} is")
         estimate, logs = self.parts(table, resolved, framework)
-        measured = self.devices.get(resolved.name, ())
-        parts = [1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)]
+        measured = self.measured_on(resolved)
+        parts = np.array([1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)])
+        # without a unit for fp8 it is not as int8, which was measured
+        lacking = [d for d in set(table["dtype"]) if d.startswith("fp8") and without_unit(resolved, d)]
+        parts[table["dtype"].isin(lacking)] = 0.0
         logs = logs * parts
         if (taught := self.corrections.get(resolved.name)) is not None:
             logs = logs + taught.logs(np.concatenate(self.traits(table, resolved), axis=1))
         return estimate * np.exp(logs)
+
+    def measured_on(self, device: Device) -> set[str]:
+        """Kinds of operators with labels of a device, or of as many cores of a CPU of its microarchitecture."""
+        alike = [name for name in self.devices if name == device.name or _same_cores(get_device(name), device)]
+        return {kind for name in alike for kind in self.devices[name]}
 
     def traits(self, table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
         """What operators are compared by, which depends on no label: flags of their kinds, (n, kinds), and waves over the
@@ -262,7 +270,7 @@ class OperatorModel:
         """Seconds, and the ends between which nine of ten operators of such a kind were; each float64 (n,)."""
         resolved = get_device(device)
         seconds = self.predict(table, resolved, framework)
-        measured = self.devices.get(resolved.name, ())
+        measured = self.measured_on(resolved)
         found = [
             self.left.get(resolved.name) or errors.get(kind) or errors.get("") or Errors(-1.0, 0.0, 1.0, 0)
             for kind in kinds(table)
@@ -667,6 +675,10 @@ def _soft(errors: FloatArray) -> FloatArray:
     scaled = errors / _OUTLIER
     soft: FloatArray = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1)) * _OUTLIER
     return soft
+
+
+def _same_cores(one: Device, other: Device) -> bool:
+    return one.kind == other.kind == "cpu" and (one.arch, one.share) == (other.arch, other.share)
 
 
 def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], family: NDArray[Any], least: int) -> float:

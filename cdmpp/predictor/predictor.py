@@ -176,7 +176,7 @@ class Predictor:
         check_coverage(coverage)
         items, many = _resolved(programs, resolver)
         evidence = self.evidence(items, device, compiled=compiled, measured=measured)
-        calibration = self.calibration_of(evidence)
+        calibration = self.calibration_of(evidence, device)
         if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
         half = calibration.half_width(self.device(device).name, coverage)
@@ -186,11 +186,14 @@ class Predictor:
         low, high = seconds / factor, seconds * factor
         return (low, high) if many else (float(low[0]), float(high[0]))
 
-    def calibration_of(self, evidence: Evidence = NO_EVIDENCE) -> Calibration | None:
-        """The calibration of predictions that use this kind of evidence; None where there is none."""
+    def calibration_of(
+        self, evidence: Evidence = NO_EVIDENCE, device: str | Device | None = None
+    ) -> Calibration | None:
+        """The calibration of predictions that use this kind of evidence (for a device); None where there is none."""
+        known = self.calibration if evidence.code is None else self.compiled_calibration
         if evidence.elsewhere is not None:
-            return self.measured_calibration
-        return self.calibration if evidence.code is None else self.compiled_calibration
+            known = self.measured_calibration
+        return known if known is None or device is None else known.for_device(self.device(device), self.specs)
 
     def difficulty(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
         """How many times as wide as usual the intervals of pairs are, float64 (n,); ``arrays`` where they are encoded."""
@@ -450,7 +453,7 @@ def seconds_interval(
     predictor: Predictor, ast: CompactAST, latency_s: float, device: Device, evidence: Evidence
 ) -> tuple[float, float] | tuple[None, None]:
     """Lowest and highest seconds, None where the predictor cannot say (:func:`prediction_note` says why)."""
-    calibration = predictor.calibration_of(evidence)
+    calibration = predictor.calibration_of(evidence, device)
     if calibration is None or not calibration.supports(COVERAGE):
         return None, None
     difficulty = float(predictor.difficulty(Pairs.of([ast], device, evidence))[0])
@@ -472,7 +475,7 @@ def prediction_note(predictor: Predictor, device: Device) -> str:
         notes.append(f"calibrated on {units}, too few for intervals of {100 * COVERAGE:g} %")
     elif predictor.calibration.basis(device.name, COVERAGE) == ALL_DEVICES:
         why = " because it has too few calibration records of its own" if seen else ""
-        notes.append(f"intervals are those of all devices of training pooled{why}")
+        notes.append(f"intervals are those of all {device.kind.upper()}s of training pooled{why}")
     return "; ".join(notes)
 
 

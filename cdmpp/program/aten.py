@@ -2,7 +2,7 @@
 
 Rows have the columns of :mod:`cdmpp.program.operators`, so that a model of library operators can price them. Convolutions of
 one and three dimensions are folded into two, a transposed one is the backward pass of a convolution, and a step of a recurrent
-network is one product. Views cost a call and no more. What has no rule counts as element-wise, by its bytes, and is marked.
+network is one product. Views are left out. What has no rule counts as element-wise, by its bytes, and is marked.
 """
 
 from __future__ import annotations

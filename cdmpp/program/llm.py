@@ -34,9 +34,16 @@ MODELS: dict[str, dict[str, Any]] = {
     )
 }  # fmt: skip
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-#: Kinds of model whose layers are as described above.
+#: Kinds of model whose layers are as described above, and what says that the layers of one are not all alike.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gemma", "granite", "olmo2",
-          "starcoder2", "internlm2", "deepseek", "yi", "baichuan")  # fmt: skip
+          "internlm2", "deepseek", "yi", "baichuan")  # fmt: skip
+_UNLIKE = (
+    "kv_lora_rank",
+    "full_attention_interval",
+    "interleave_moe_layer_step",
+    "mlp_only_layers",
+    "sliding_window_pattern",
+)
 
 
 @dataclass(frozen=True)
@@ -61,12 +68,13 @@ class Decoder:
         """NetworkError unless every rank gets whole heads and equal parts of the layers."""
         if tp < 1:
             raise NetworkError(f"--tp is {tp}, expected 1 or more ranks")
-        if self.heads % tp or (self.kv_heads % tp and tp % self.kv_heads):
-            raise NetworkError(
-                f"{self.name}: {self.heads} heads and {self.kv_heads} heads of keys cannot be split over {tp} ranks evenly"
-            )
-        if self.intermediate % tp:
-            raise NetworkError(f"{self.name}: {self.intermediate} columns cannot be split over {tp} ranks evenly")
+        if not self.splits(tp):
+            sizes = f"{self.heads} heads, {self.kv_heads} heads of keys and {self.intermediate} columns"
+            raise NetworkError(f"{self.name}: {sizes} cannot be split over {tp} ranks evenly")
+
+    def splits(self, tp: int) -> bool:
+        """Whether every rank gets whole heads and equal parts."""
+        return not (self.heads % tp or (self.kv_heads % tp and tp % self.kv_heads) or self.intermediate % tp)
 
     def weights(self, tp: int = 1) -> float:
         """Parameters that one of ``tp`` ranks holds."""
@@ -122,17 +130,22 @@ class Decoder:
         return rows
 
 
+def model_name(spec: str | Path) -> str:
+    """A name as those of :data:`MODELS` are: ``meta-llama/Llama-3.1-8B-Instruct`` -> ``llama-3.1-8b``."""
+    return str(spec).lower().rpartition("/")[2].removesuffix("-instruct")
+
+
 def load_decoder(spec: str | Path) -> Decoder:
     """A decoder by a name of :data:`MODELS` or the path of its ``config.json`` (NetworkError: the file cannot be read, is of
     another kind of model, or lacks a size; names it)."""
-    name = str(spec)
+    name = model_name(spec)
     if name in MODELS:
         return _decoder(MODELS[name], name)
     with raised_as(NetworkError, f"cannot read {spec}"):
         config = read_json(spec)
     if not isinstance(config, dict):
         raise NetworkError(f"{spec} holds no configuration: expected names and values")
-    name = Path(spec).parent.name or name
+    name = Path(spec).parent.name or str(spec)
     sentence = f"{name}: a size of its configuration cannot be"
     with raised_as(NetworkError, sentence, TypeError, LookupError, ArithmeticError):
         return _decoder({**config, **config.get("text_config", {})}, name)
@@ -149,19 +162,27 @@ def is_config(path: str | Path) -> bool:
 
 def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
     kind = str(config.get("model_type") or (config.get("architectures") or ["unknown"])[0]).lower()
-    if not any(kind.startswith(known) for known in _KNOWN) or "kv_lora_rank" in config:
-        raise NetworkError(
-            f"{name}: no decoder of kind {kind!r} is known here; there are {', '.join(_KNOWN)} (latent attention is not)"
-        )
-    missing = [field for field in _NEEDED if not isinstance(config.get(field), int)]
+    if kind.removesuffix("forcausallm").replace("_", "") not in {known.replace("_", "") for known in _KNOWN}:
+        raise NetworkError(f"{name}: no decoder of kind {kind!r} is known here; there are {', '.join(_KNOWN)}")
+    unlike = [field for field in _UNLIKE if config.get(field)]
+    unlike += ["layer_types"] * (len(set(config.get("layer_types") or ())) > 1)
+    if unlike:
+        raise NetworkError(f"{name}: latent attention and layers that differ are not known here: {', '.join(unlike)}")
+    for field in (*_SIZES[1:], "head_dim", "num_experts_per_tok"):
+        if (given := config.get(field)) is not None and (not isinstance(given, int) or given < 1):
+            raise NetworkError(f"{name}: {field} is {given!r}, expected a whole number above 0")
+    missing = [field for field in _NEEDED if field not in config]
     experts = int(config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0)
     of_expert = config.get("moe_intermediate_size") if experts else None
     inner = int(of_expert or config.get("intermediate_size") or 0)
-    if not inner:
-        missing.append("intermediate_size")
+    missing += ["intermediate_size"] * (not inner)
+    missing += ["num_experts_per_tok"] * (experts > 0 and not config.get("num_experts_per_tok"))
     if missing:
         raise NetworkError(f"{name}: its configuration lacks {', '.join(missing)}")
     heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise NetworkError(f"{name}: {heads} attention heads are not a multiple of {kv_heads} heads of keys")
     shared = config.get("shared_expert_intermediate_size") or int(config.get("n_shared_experts") or 0) * inner
     windowed = config.get("use_sliding_window", True)
     return Decoder(
@@ -169,7 +190,7 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
         hidden=int(config["hidden_size"]),
         layers=int(config["num_hidden_layers"]),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
+        kv_heads=kv_heads,
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
         intermediate=inner,
         vocabulary=int(config["vocab_size"]),

@@ -119,6 +119,10 @@ def dtype_name(text: str) -> str:
     return name
 
 
+#: No size of an operator is larger.
+_LARGEST = 1e15
+
+
 def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataFrame:
     """A table of rows, whose missing sizes become NaN or what is usual (:data:`COLUMNS`; other columns are kept). ProgramError:
     an operator is not known, or a size that it needs is missing, negative or no number; names the row."""
@@ -129,10 +133,10 @@ def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataF
     for name in SIZES:
         given = table[name] if name in table else pd.Series(np.nan, index=table.index)
         numbers = pd.to_numeric(given, errors="coerce").astype(np.float64)
-        wrong = given.notna() & (given.astype(str).str.strip() != "") & (numbers.isna() | (numbers < 0))
+        wrong = given.notna() & (given.astype(str).str.strip() != "") & ~numbers.between(0, _LARGEST)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            raise ProgramError(f"row {at + 1}: {name} is {given[at]}, expected a number, 0 or more")
+            raise ProgramError(f"row {at + 1}: {name} is {given[at]}, expected a number from 0 to {_LARGEST:g}")
         table[name] = numbers.fillna(_DEFAULTS.get(name, np.nan))
     unknown = sorted(set(table["op"].astype(str)) - set(OPERATORS))
     if unknown:

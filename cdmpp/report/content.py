@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from cdmpp.errors import PredictorError, SplitError
 from cdmpp.files import seconds_text
 from cdmpp.predictor import Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.evaluation import evaluate_rows, rows_to_score
+from cdmpp.predictor.evidence import NO_EVIDENCE
 from cdmpp.predictor.metrics import evaluate_groups
 from cdmpp.predictor.uncertainty import interval_metrics
 
@@ -98,7 +100,8 @@ def collect_report(
     groups, ranking = _groups(data, rows, records, scores)
     labels = (records["latency_s"], predicted_s, records["task"].tolist(), records["device"].tolist())
     difficulty = predictor.difficulty(predictor.pairs_of_rows(data, rows))
-    coverage = [interval_metrics(predictor.calibration, *labels, nominal, difficulty) for nominal in COVERAGES]
+    of_device = partial(predictor.calibration_of, NO_EVIDENCE)
+    coverage = [interval_metrics(of_device, *labels, nominal, difficulty) for nominal in COVERAGES]
     return RunReport(
         name=str(run),
         config=(run / CONFIG_FILE).read_text(encoding="utf-8"),

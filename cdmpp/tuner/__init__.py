@@ -8,7 +8,7 @@ import lazy_loader
 
 if TYPE_CHECKING:
     from cdmpp.tuner.config import Objective, TuneConfig
-    from cdmpp.tuner.cost_model import CostModel, builder_and_runner
+    from cdmpp.tuner.cost_model import CostModel
     from cdmpp.tuner.deployment import import_network
     from cdmpp.tuner.measure import Measurer
     from cdmpp.tuner.results import TuneReport
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "config": ["Objective", "TuneConfig"],
-    "cost_model": ["CostModel", "builder_and_runner"],
+    "cost_model": ["CostModel"],
     "deployment": ["import_network"],
     "measure": ["Measurer"],
     "results": ["TuneReport"],

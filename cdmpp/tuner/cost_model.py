@@ -22,11 +22,8 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,21 +31,18 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 from tvm.ir.utils import derived_object
-from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel
-from tvm.s_tir.meta_schedule.runner import PyRunner, RunnerFuture, RunnerResult
 
 from cdmpp.device import DEVICE_FEATURES, Device, get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.predictor.pair_features import estimate_s, reference_s
 from cdmpp.predictor.uncertainty import squared_distances
-from cdmpp.profiler.engine import Outcome, label
+from cdmpp.profiler.engine import label
 from cdmpp.program import import_tvm
 from cdmpp.program.ast import CompactAST
 from cdmpp.tuner.candidates import CandidateCache, funcs_of, hashes_of, task_hash
 from cdmpp.tuner.config import TuneConfig
-from cdmpp.tuner.measure import Measurer, job_of_module
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
@@ -145,7 +139,7 @@ class PredictorPrior:
     def half_width(self, coverage: float) -> float | None:
         """Half the width of an interval of one prediction, log seconds, by the predictor's calibration
         (:mod:`cdmpp.predictor.uncertainty`); None if it cannot be known."""
-        calibration = self._predictor.calibration
+        calibration = self._predictor.calibration_of(device=self._device)
         if calibration is None or not calibration.supports(coverage):
             return None
         return calibration.half_width(self._device.name, coverage)
@@ -495,58 +489,3 @@ def make_cost_model(config: TuneConfig, device: Device) -> Any:
             extractor="per-store-feature", config=cost_model.xgb_model.XGBConfig(seed=config.seed), verbose_eval=False
         )
     return cost_model.RandomModel(seed=config.seed)
-
-
-# -- builder and runner ----------------------------------------------------------------------------------------
-
-#: Programs handed over, by the path that stands for a built file.
-Tickets = dict[str, "Future[Outcome]"]
-
-
-def builder_and_runner(measurer: Measurer) -> tuple[Any, Any]:
-    """A MetaSchedule Builder and Runner for ``ms.tune_tir`` and the like, that measure with a running Measurer, for its target,
-    whatever the tuning names. The path of a built file stands for a program; the runner waits for its outcome, and hands on
-    what failed."""
-    tickets: Tickets = {}
-    return EngineBuilder(measurer, tickets), EngineRunner(tickets)
-
-
-@derived_object
-class EngineBuilder(PyBuilder):
-    """Hands modules over to be built and measured."""
-
-    def __init__(self, measurer: Measurer, tickets: Tickets) -> None:
-        super().__init__()
-        self._measurer, self._tickets = measurer, tickets
-
-    def build(self, build_inputs: Sequence[Any]) -> list[Any]:
-        """One result an input, at once."""
-        results = []
-        for future in self._measurer.submit([job_of_module(item.mod) for item in build_inputs]):
-            # A folder of its own: MetaSchedule removes the folder of what it takes for a built file.
-            path = tempfile.mkdtemp(prefix="cdmpp-ticket-") + "/program"
-            self._tickets[path] = future
-            results.append(BuilderResult(path, None))
-        return results
-
-
-@derived_object
-class EngineRunner(PyRunner):
-    """Waits for the outcomes of what :class:`EngineBuilder` handed over."""
-
-    def __init__(self, tickets: Tickets) -> None:
-        super().__init__()
-        self._tickets = tickets
-
-    def run(self, runner_inputs: Sequence[Any]) -> list[Any]:
-        """One future an input."""
-        futures = [self._tickets.pop(str(item.artifact_path)) for item in runner_inputs]
-        return [RunnerFuture(future.done, partial(_result, future)) for future in futures]
-
-
-def _result(future: Future[Outcome]) -> Any:
-    """The label of a program in seconds, or the reason why there is none; it waits for the outcome."""
-    outcome = future.result()
-    if outcome.latency_s is None:
-        return RunnerResult(None, f"{outcome.status}: {outcome.error}")
-    return RunnerResult([outcome.latency_s], None)

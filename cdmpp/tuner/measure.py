@@ -23,11 +23,9 @@ from cdmpp.predictor.predictor import load_predictor
 from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, ObjectBuilder, sentinel_job, threads_of
 from cdmpp.profiler.engine import BuildJob, BuildOnly, Engine, Executor, Outcome
-from cdmpp.program import import_tvm, structural_hash
 from cdmpp.program.ast import compact_asts
 from cdmpp.program.codegen import CODEGEN_FEATURES, ObjectCache
 from cdmpp.program.space import Rebuilder
-from cdmpp.program.types import Program, Task
 from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
@@ -239,16 +237,6 @@ def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJo
 def _timing(config: TuneConfig) -> dict[str, Any]:
     given = {name: getattr(config, name) for name in ("build_timeout_s", "run_timeout_s", "plan", "object_cache")}
     return {name: value for name, value in given.items() if value is not None} | {"realtime": config.realtime}
-
-
-def job_of_module(mod: Any) -> BuildJob:
-    """A scheduled IRModule with one function ``main`` as a job."""
-    tvm = import_tvm()
-    func = mod["main"]
-    digest = structural_hash(func)
-    # The scheduled function stands for the task, so that the builder takes it as it is.
-    task = Task(digest, "candidate", tvm.ir.save_json(func), {}, 0.0, 0.0)
-    return BuildJob(Program(digest, digest, None, "", "search"), task, None)
 
 
 # -- energy --------------------------------------------------------------------------------------------------------

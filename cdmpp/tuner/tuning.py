@@ -99,6 +99,7 @@ class _Tuning:
         report: Callable[[Progress], None],
         say: Callable[[str], None],
     ) -> None:
+        import_tvm()  # where it is missing that is said at once
         self._executor: Executor | None = None
         if config.ray is not None:
             from cdmpp.profiler import ray

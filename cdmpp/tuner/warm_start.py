@@ -1,7 +1,6 @@
-"""Records of earlier tunings and collections as the start of a new one. Of the same device they teach the cost model, whatever
-tasks they are of (cdmpp's alone learns from other tasks). Of the same tasks, whatever the device, the best are measured first:
-their labels are not trusted to hold here and now, their schedules are. Of kept tunings those of the device are taken, else of
-the nearest."""
+"""Records of earlier tunings and collections of the same tasks as the start of a new one. Those of the same device teach the
+cost model; the best, whatever the device, are measured first: their labels are not trusted to hold here and now, their
+schedules are. Of kept tunings those of the device are taken, else of the nearest."""
 
 from __future__ import annotations
 
@@ -22,7 +21,6 @@ from cdmpp.device import Device, device_features
 from cdmpp.errors import PredictorError, ProgramError
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.program import structural_hash
-from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Space
 from cdmpp.tuner import results as stored
 from cdmpp.tuner.candidates import Candidate, TaskTuner, runner_results
@@ -34,8 +32,6 @@ logger = logging.getLogger(__name__)
 _CONSTANT_STD = 1e-6
 #: Programs of a task to measure before any search.
 _FIRST = 4
-#: Records of tasks that are not tuned, at most: the latest.
-_OTHER_TASKS = 512
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,6 @@ def warm_start(
         else:
             view = load_datasets([path / stored.DATASET_FOLDER if (path / stored.DATASET_FOLDER).is_dir() else path])
             found = _of_dataset(view, tuners, device)
-            learned += _learn_other_tasks(view, tuners, device, cost_model)
         for entry in found:
             earlier[entry.candidate.task][entry.candidate.hash] = entry
     for task, entries in earlier.items():
@@ -96,32 +91,6 @@ def _of_dataset(view: DatasetView, tuners: Mapping[str, TaskTuner], device: Devi
     for candidate in stored.replayed(view, list(rows), tuners):
         row = rows[candidate.hash]
         yield _Earlier(candidate, float(row.latency_s) if row.status == "ok" else None, bool(row.here))
-
-
-def _learn_other_tasks(view: DatasetView, tuners: Mapping[str, TaskTuner], device: Device, cost_model: Any) -> int:
-    """Let a cost model that can learn from tasks that are not tuned; gives how many records it took."""
-    if not hasattr(cost_model, "learn"):
-        return 0
-    frame = view.records
-    frame = frame[(frame["device"] == device.name) & (frame["status"] == "ok")]
-    frame = frame[~frame["task"].isin(list(tuners)) & (frame["origin"] != "unscheduled")]
-    rebuild, taken = Rebuilder(), 0
-    for task_hash, rows in frame.tail(_OTHER_TASKS).groupby("task", sort=False):
-        funcs, hashes, latencies = [], [], []
-        for row in rows.itertuples():
-            program = view.programs[str(row.program)]
-            space = None if program.space_hash is None else view.spaces[program.space_hash]
-            try:
-                funcs.append(rebuild(program, view.tasks[str(task_hash)], space))
-            except ProgramError as err:
-                logger.debug("%s", err)
-                continue
-            hashes.append(program.hash)
-            latencies.append(float(row.latency_s))
-        cost_model.learn(str(task_hash), hashes, funcs, latencies)
-        taken += len(hashes)
-    cost_model.model.fit()
-    return taken
 
 
 def _of_database(path: Path, tuners: Mapping[str, TaskTuner], device: Device) -> Iterator[_Earlier]:

@@ -23,7 +23,7 @@ from benchmarks.schedule_transfer import (
     regret_in_order,
 )  # fmt: skip
 from cdmpp.dataset import Dataset
-from cdmpp.errors import DatasetError, PredictorError
+from cdmpp.errors import PredictorError
 from cdmpp.tuner.cost_model import Encoded, OnlineModel
 from cdmpp.tuner.warm_start import nearest_device
 from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_measured, failure, program, record
@@ -168,12 +168,3 @@ def test_records_are_spread_and_devices_share_programs(dataset: Dataset) -> None
     assert own & on_other <= other
     assert sampled.tasks is dataset.tasks and sampled.parts[0].path == dataset.path
     assert sampled.devices == dataset.devices
-
-
-def test_records_of_some_devices(dataset: Dataset) -> None:
-    sampled = sample_evenly(dataset, 6, devices=[OTHER_DEVICE])
-    assert sampled.device_names == [OTHER_DEVICE] and len(sampled.records) == 6
-    assert dataset.records["device"].iloc[sampled.rows].eq(OTHER_DEVICE).all()
-    for number, devices, message in ((6, ["t4"], "no ok record"), (0, None, "expected at least 1")):
-        with pytest.raises(DatasetError, match=message):
-            sample_evenly(dataset, number, devices=devices)

@@ -13,7 +13,7 @@ from cdmpp.device import get_device
 from cdmpp.endtoend import eager, network_tasks, predict_latency, shares_of, smallest_share
 from cdmpp.endtoend.eager import eager_latency
 from cdmpp.errors import NetworkError, PredictorError
-from cdmpp.predictor.operators import BEST, load_operator_model
+from cdmpp.predictor.operators import BEST, OperatorModel, load_operator_model
 from cdmpp.program.network import Network
 from tests.samples.command import Command
 
@@ -28,6 +28,7 @@ class Fixed:
 
     devices: ClassVar = {ZEN4.name: ("gemm float32",)}
     inputs: ClassVar = [["relu"]]
+    measured_on = OperatorModel.measured_on
 
     def interval(self, table: Any, device: Any, framework: str) -> tuple[Any, Any, Any]:
         seconds = np.full(len(table), {BEST: 1e-3, TORCH_COLD: 2e-3}[framework])
@@ -84,6 +85,8 @@ def test_what_is_not_known_is_named() -> None:
         "priced by the bytes that they move, 50.0 % of the time: special_i0",
     )
     assert report.independent_high_s > 1.4 * report.latency_s, "a CPU whose kernels nobody measured"
+    alike, more = (eager_latency(network, get_device(name), Fixed()) for name in ("epyc-9654@1", "epyc-9654@2"))  # type: ignore[arg-type]
+    assert alike.independent_high_s < report.independent_high_s == more.independent_high_s, "as many cores of a Zen 4"
     with pytest.raises(NetworkError, match="no operator"):
         eager_latency(Network.from_torch(torch.nn.Identity(), [torch.randn(2)]), ZEN4, Fixed())  # type: ignore[arg-type]
 

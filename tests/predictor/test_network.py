@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -43,12 +42,9 @@ def pad(batch: PaddedBatch, extra: int, value: float) -> PaddedBatch:
     )
 
 
-POOLINGS_AND_DEVICES = list(itertools.product(("sum", "mean", "attention", "flatten"), ("film", "none")))
-
-
-@pytest.mark.parametrize(("pooling", "device"), POOLINGS_AND_DEVICES)
-def test_padding_changes_nothing_whatever_it_holds(pooling, device):
-    network = make_network(pooling=pooling, device=device)
+@pytest.mark.parametrize("device", ["film", "none"])
+def test_padding_changes_nothing_whatever_it_holds(device):
+    network = make_network(device=device)
     batch, devices = make_batch()
     with torch.no_grad():
         plain, padded = network(batch, devices), network(pad(batch, 5, 1e4), devices)
@@ -63,14 +59,14 @@ def test_embeddings_are_bounded():
     assert embedding.min() >= -1 and embedding.max() <= 1
 
 
-@pytest.mark.parametrize(("device", "positional"), [("film", "standard"), ("none", "paper"), ("film", "none")])
-def test_device_and_positions_matter_unless_turned_off(device, positional):
+@pytest.mark.parametrize(("device", "positional"), [("film", "standard"), ("none", "paper")])
+def test_the_device_matters_unless_turned_off_and_positions_always(device, positional):
     network = make_network(device=device, positional=positional)
     batch, devices = make_batch()
     moved, other = batch._replace(positions=batch.positions * 5), Context.of_devices(devices.device + 1.0)
     with torch.no_grad():
         plain, *changed = network(batch, devices), network(batch, other), network(moved, devices)
-    assert [not torch.equal(plain, each) for each in changed] == [device != "none", positional != "none"]
+    assert [not torch.equal(plain, each) for each in changed] == [device != "none", True]
 
 
 def test_positional_table_grows_and_agrees_with_the_encoding():
@@ -81,9 +77,9 @@ def test_positional_table_grows_and_agrees_with_the_encoding():
     assert not encoding.state_dict()  # it is computed, not stored
 
 
-@pytest.mark.parametrize(("pooling", "device"), POOLINGS_AND_DEVICES)
-def test_every_parameter_gets_a_gradient(pooling, device):
-    network = make_network(pooling=pooling, device=device).train()
+@pytest.mark.parametrize("device", ["film", "none"])
+def test_every_parameter_gets_a_gradient(device):
+    network = make_network(device=device).train()
     batch, devices = make_batch()
     network(batch, devices).square().sum().backward()
     assert [name for name, p in network.named_parameters() if p.grad is None] == []

@@ -282,6 +282,10 @@ def test_serving_steps_add_up() -> None:
     assert decode.latency_s > 0.9 * 16.06 / get_device("h200").bandwidth_gb_s  # two bytes of 8 billion parameters
     with pytest.raises(NetworkError, match=r"141 GB.*--tp 2 would fit"):
         predict_serving("llama-3.1-70b", ["h200"], SHIPPED, Serving())
+    (fits,) = predict_serving("llama-3.1-8b", ["t4", "h200"], SHIPPED, Serving())
+    assert fits.device == "h200" and "t4, which have 16 GB" in " ".join(fits.notes)
+    with pytest.raises(NetworkError, match="used: --dtype fp8 --kv-dtype fp8 would fit"):  # 28 heads are no 8 ranks
+        predict_serving("qwen2.5-7b", ["t4"], SHIPPED, Serving(seq=3000, tp=4, phase="decode", past=1_200_000))
     with pytest.raises(NetworkError, match="--batch is 0"):
         predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(batch=0))
 
@@ -297,6 +301,13 @@ def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path) -> None
     assert [step["latency_s"] for step in report.steps] == pytest.approx([2 * each["gemm"], each["rmsnorm"]])
     assert report.unknown == {"mystery": 1} and "33%" in " ".join(report.notes)
     assert report.operators[0]["bound"] in ("memory and caches", "launch")
+    assert [row["row"] for row in report.operators] == [1, 2]
+    path.write_text("op,m,n,k\nmystery,8,8,8\n")
+    (nothing,) = predict_operators(path, ["l40s"], SHIPPED)
+    assert nothing.latency_s == 0 and nothing.unknown == {"mystery": 1} and nothing.by_name() == []
+    path.write_text("op,m,n,k\ngemm,8,inf,8\n")
+    with pytest.raises(ProgramError, match="row 1: n is inf, expected a number from 0 to"):
+        predict_operators(path, ["l40s"], SHIPPED)
     path.write_text("op,m,n,k\ngemm,4,4,\n")
     with pytest.raises(ProgramError, match="row 1: gemm needs k"):
         predict_operators(path, ["l40s"], SHIPPED)

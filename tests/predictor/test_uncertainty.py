@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, split_data, train
 from cdmpp.predictor.training import calibrated
@@ -19,6 +20,7 @@ from cdmpp.predictor.uncertainty import (
     FAMILIAR_QUANTILE,
     MAX_STEPS,
     MIN_UNITS,
+    UNSEEN,
     Calibration,
     ScoreDistribution,
     interval_metrics,
@@ -92,6 +94,12 @@ def test_devices_have_their_own_scores_where_there_are_enough():
     for name in ("rare", "never seen"):
         assert calibration.basis(name, 0.9) == ALL_DEVICES
         assert calibration.half_width(name, 0.9) == calibration.pooled.quantile(0.9)
+    cpu, gpu = get_device("epyc-zen4-2.6ghz@1"), get_device("h200")
+    of_gpu = calibration.for_device(gpu, {"near": cpu, "far": gpu})
+    assert of_gpu.half_width("never seen", 0.9) == pytest.approx(math.log(2.0)), "what CPUs have is left out"
+    unseen = calibration.for_device(get_device("epyc-7763@1"), {"near": cpu, "far": gpu})
+    assert unseen.half_width("never seen", 0.9) == pytest.approx(UNSEEN * math.log(1.1)), "a Zen 3 is no Zen 4"
+    assert unseen.half_width("near", 0.9) == calibration.half_width("near", 0.9)
     # 0.98 is more than 30 tasks of one device give, and less than 61 of all do
     assert calibration.basis("near", 0.9) == "near" and calibration.basis("near", 0.98) == ALL_DEVICES
 
@@ -119,12 +127,13 @@ def test_difficult_predictions_have_wider_intervals():
 def test_interval_metrics_known_answer():
     calibration = Calibration.fit(np.full(9, 2.0), np.ones(9), [f"t{i}" for i in range(9)], ["d"] * 9)
     # high / low is 2 * 2; of task a 1 of 2 is inside, of task b 2 of 2
-    scored = interval_metrics(calibration, [1.9, 2.1, 0.6, 1.0], np.ones(4), ["a", "a", "b", "b"], ["d"] * 4)
+    scored = interval_metrics(lambda _: calibration, [1.9, 2.1, 0.6, 1.0], np.ones(4), ["a", "a", "b", "b"], ["d"] * 4)
     assert scored is not None and scored["pooled_devices"] == ["d"]
     assert (scored["coverage"], scored["covered"], scored["covered_by_task"]) == (0.9, 0.75, 0.75)
     assert scored["width"] == pytest.approx(4.0)
-    assert interval_metrics(calibration, [1.9], [1.0], ["a"], ["d"], 0.95) is None, "nine tasks do not do"
-    assert interval_metrics(None, [1.9], [1.0], ["a"], ["d"]) is None
+    assert scored["factor"] == pytest.approx(np.quantile(np.log([1.9, 2.1, 1 / 0.6, 1.0]), 0.9) / math.log(2))
+    assert interval_metrics(lambda _: calibration, [1.9], [1.0], ["a"], ["d"], 0.95) is None, "nine tasks do not do"
+    assert interval_metrics(lambda _: None, [1.9], [1.0], ["a"], ["d"]) is None
 
 
 def test_calibration_errors():

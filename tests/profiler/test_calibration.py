@@ -25,11 +25,13 @@ def test_the_first_degree_within_the_tolerance_wins() -> None:
     assert found.degree == 4
     assert found.results[1].median_difference == pytest.approx(0.01), "compared with the better of two runs alone"
     assert found.alone_again.median_difference == pytest.approx(1 - 1 / 1.01)
+    alike = calibrate(measure_with({4: 1.008, 2: 1.02}), [4, 2], 0.001, lambda *_: True)  # type: ignore[arg-type]
+    assert alike.degree == 4, "two runs alone differ by as much"
     assert "degree 8: labels differ from those taken alone by 30.0 %" in str(found.results[0])
 
 
 def test_what_is_not_accepted_leaves_one() -> None:
-    found = calibrate(measure_with({}), [4, 2], 0.02, lambda result, alone: result.labels_per_s > 4 * alone.labels_per_s)  # type: ignore[arg-type]
+    found = calibrate(measure_with({}), [4, 2], 0.02, lambda r, alone: r.labels_per_s > 4 * alone.labels_per_s)  # type: ignore[arg-type]
     assert found.degree == 1 and not any(r.accepted for r in found.results)
 
 

@@ -45,7 +45,7 @@ def test_a_measured_row_fills_in_what_the_table_leaves_open(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("real_machine")
 def test_the_command_line_measures_this_machine(tmp_path, monkeypatch, capsys) -> None:
-    streams = {"copy_gb_s": 10.0, "triad_gb_s": 12.0, "float32_gflops": 100.0, "cores": 2.0}
+    streams = {"copy_gb_s": 10.0, "float32_gflops": 100.0, "cores": 2.0}
     monkeypatch.setattr(rates, "_streams", lambda cores: (streams, 1.0))
     out, report = tmp_path / "here.yaml", tmp_path / "here.json"
     assert main(["devices", "--measure", "--out", str(out), "--json", str(report)]) == 0
@@ -54,7 +54,7 @@ def test_the_command_line_measures_this_machine(tmp_path, monkeypatch, capsys) -
     here = json.loads(report.read_text())[0]
     assert here["name"] == get_device("this-cpu").base
     assert all(value > 0 for value in here["measured"].values())
-    assert {"copy_gb_s", "triad_gb_s", "float32_gflops", "launch_us"} <= set(here["measured"])
+    assert {"copy_gb_s", "float32_gflops", "launch_us"} <= set(here["measured"])
     device = get_device("this-cpu", load_table([out]))
     assert device.measured["float32_gflops"] == pytest.approx(here["measured"]["float32_gflops"], rel=1e-3)
 
@@ -64,7 +64,7 @@ def test_torch_tells_bandwidth_and_peak(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rates, "_BUDGET_S", 0.001)
     found, given = rates._streams(1)
     assert given > 0
-    assert found.pop("cores") == 1 and set(found) == {"copy_gb_s", "triad_gb_s", "float32_gflops"}
+    assert found.pop("cores") == 1 and set(found) == {"copy_gb_s", "float32_gflops"}
     assert all(value > 0 for value in found.values())
 
 

@@ -123,8 +123,19 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
     assert (known.name, known.layers) == ("tiny", 32) and is_config(path)
     with pytest.raises(NetworkError, match="lacks num_hidden_layers, intermediate_size"):
         load_decoder(written(model_type="llama", hidden_size=64, num_attention_heads=4, vocab_size=100))
-    with pytest.raises(NetworkError, match="no decoder of kind 'mamba'"):
-        load_decoder(written(model_type="mamba"))
-    with pytest.raises(NetworkError, match="32 heads and 8 heads of keys cannot be split over 3"):
+    llama, experts = MODELS["llama-3.1-8b"], MODELS["mixtral-8x7b"]
+    for config, said in (
+        ({"model_type": "mamba"}, "no decoder of kind 'mamba'"),
+        ({**llama, "model_type": "qwen3_next"}, "no decoder of kind 'qwen3_next'"),
+        ({**llama, "layer_types": ["full_attention", "sliding_attention"]}, "layers that differ .* layer_types"),
+        ({**llama, "hidden_size": "4096"}, "hidden_size is '4096', expected a whole number"),
+        ({**llama, "num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({**llama, "num_key_value_heads": 7}, "32 attention heads are not a multiple of 7"),
+        ({**experts, "num_experts_per_tok": None}, "lacks num_experts_per_tok"),
+    ):
+        with pytest.raises(NetworkError, match=f"tiny: .*{said}"):
+            load_decoder(written(**config))
+    assert load_decoder("meta-llama/Llama-3.1-8B-Instruct") == load_decoder("llama-3.1-8b")
+    with pytest.raises(NetworkError, match="32 heads, 8 heads of keys and 14336 columns cannot be split over 3"):
         known.step(1, 1, 0, "bfloat16", "bfloat16", 3)
     assert not is_config(tmp_path / "absent.json")

@@ -8,18 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import cdmpp
 from cdmpp.predictor.training import TrainResult
 from cdmpp.program import import_tvm, structural_hash
-from cdmpp.program.network import Network
-from cdmpp.tuner import CostModel, Measurer, builder_and_runner
+from cdmpp.tuner import CostModel
 from cdmpp.tuner.candidates import TaskTuner, runner_results
-from cdmpp.tuner.deployment import import_network
 from tests.samples.programs import matmul_task
 from tests.samples.training import make_device
-from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s
+from tests.samples.tuning import SEARCH
 
 tvm = import_tvm()
 
@@ -86,62 +83,13 @@ def by_tvm() -> dict[str, Any]:
     }
 
 
-def test_tune_tir_takes_cost_model_builder_and_runner(tmp_path: Path) -> None:
-    engine, model = FakeEngine(), CostModel(None, "this-cpu@1")
-    mod = tvm.IRModule({"main": matmul_task(48).prim_func()})
-    with Measurer(engine) as measurer:
-        builder, runner = builder_and_runner(measurer)
-        given = {"builder": builder, "runner": runner, "cost_model": model, "num_tuning_cores": 1}
-        database = ms.tune_tir(mod, LLVM, str(tmp_path), 12, num_trials_per_iter=6, **given, **by_tvm())
-    assert len(engine.measured) == 12 and len(database) == 12
-    found = sorted(float(record.run_secs[0]) for record in database.get_all_tuning_records())
-    assert found == pytest.approx(sorted(made_up_latency_s(h) for h in engine.measured))
-    assert len(model.model) == 12 <= model.cache.computed
-
-
 def test_it_is_a_drop_in_for_tvms_own_builder_and_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("tvm.s_tir.meta_schedule"), "handlers", [])  # as below
     model = CostModel("default", "this-cpu@1")
     mod = tvm.IRModule({"main": matmul_task(32).prim_func()})
     builder = ms.builder.LocalBuilder(max_workers=1, initializer=import_tvm)
-    given = {
-        "builder": builder,
-        "runner": ms.runner.LocalRunner(initializer=import_tvm),
-        "cost_model": model,
-        "num_tuning_cores": 1,
-    }
+    runner = ms.runner.LocalRunner(initializer=import_tvm)
+    given = {"builder": builder, "runner": runner, "cost_model": model, "num_tuning_cores": 1}
     database = ms.tune_tir(mod, LLVM, str(tmp_path), 4, num_trials_per_iter=4, **given, **by_tvm())
     assert len(database) == len(model.model) == 4
     assert all(0 < float(record.run_secs[0]) < 1 for record in database.get_all_tuning_records())
-
-
-def test_tune_relax_takes_them_too_and_its_database_deploys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tvm.relax.transform import MetaScheduleApplyDatabase
-
-    # TVM names its logger's handlers by themselves and stops at those that other tests leave without a name
-    monkeypatch.setattr(logging.getLogger("tvm.s_tir.meta_schedule"), "handlers", [])
-    layers = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
-    fused = import_network(Network.from_torch(layers, (torch.randn(8, 32),), "two_layers"))
-    engine, model = FakeEngine(), CostModel(None, "this-cpu@1")
-    with Measurer(engine) as measurer:
-        builder, runner = builder_and_runner(measurer)
-        given = {"builder": builder, "runner": runner, "cost_model": model}
-        ms.relax_integration.tune_relax(
-            fused.module, {}, LLVM, str(tmp_path), 16, num_trials_per_iter=4, **given, **by_tvm()
-        )
-    assert len(model.model) == len(engine.measured) > 0
-    with tvm.target.Target(LLVM):
-        tuned = MetaScheduleApplyDatabase(str(tmp_path))(fused.module)
-    assert all(tuned[name].attrs["tirx.is_scheduled"] for name in fused.calls)
-
-
-def test_failures_come_back_from_the_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # nobody removes what is built here
-    mod = tvm.IRModule({"main": matmul_task(48).prim_func()})
-    with Measurer(FakeEngine(lambda _: None)) as measurer:
-        builder, runner = builder_and_runner(measurer)
-        (built,) = builder.build([ms.builder.BuilderInput(mod, tvm.target.Target(LLVM))])
-        assert built.error_msg is None
-        (future,) = runner.run([ms.runner.RunnerInput(built.artifact_path, "llvm", [])])
-        result = future.result()
-    assert result.run_secs is None and "run_error: made up" in result.error_msg

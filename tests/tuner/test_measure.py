@@ -12,8 +12,7 @@ import pytest
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.engine import BuildJob, Outcome
-from cdmpp.program import import_tvm
-from cdmpp.tuner.measure import Measurer, in_time, job_of_module
+from cdmpp.tuner.measure import Measurer, in_time
 from tests.samples.programs import matmul_task, quick_engine, sampled
 from tests.samples.tuning import FakeEngine, made_up_latency_s
 
@@ -31,14 +30,6 @@ def test_outcomes_come_to_whom_they_belong_and_nothing_is_measured_twice() -> No
         outcome = future.result(timeout=PATIENCE_S)
         assert outcome.job.program.hash == job.program.hash
         assert outcome.latency_s == made_up_latency_s(job.program.hash)
-
-
-def test_scheduled_modules_are_measured_as_they_are() -> None:
-    job = job_of_module(import_tvm().IRModule({"main": matmul_task().prim_func()}))
-    with Measurer(quick_engine()) as measurer:
-        (future,) = measurer.submit([job])
-        assert future.result(timeout=PATIENCE_S).status == "ok"
-    assert job.program.hash == matmul_task().hash
 
 
 def test_giving_up_does_not_wait_for_what_is_being_compiled() -> None:

@@ -228,7 +228,6 @@ def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path) -> 
     of_task = next(t for t in first.tasks if t.task == matmul_task(32).hash)
     assert report.tasks[0].best_s is not None and of_task.best_s is not None
     assert report.tasks[0].best_s <= of_task.best_s
-    assert report.learned["tasks"] == 2, "also from the task that is not tuned"
 
 
 def test_a_database_of_tvm_is_a_warm_start_too(tmp_path: Path) -> None:

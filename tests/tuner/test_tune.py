@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,8 @@ def test_what_is_wrong_is_said_before_the_network_is_imported(tmp_path, command,
     assert "does not exist" in command.error(*args, out, "--validity", no)
     assert "no folder of earlier records" in command.error(*args, out, "--warm-start", no)
     assert "is a file" in command.error(*args, tmp_path / "file")
+    monkeypatch.setitem(sys.modules, "tvm", None)
+    assert "this needs TVM" in command.error(*args, out)
     assert not out.exists()
 
 

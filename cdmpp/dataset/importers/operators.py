@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from cdmpp.dataset.importers.common import Import, ImportReport, Paths, Progress, evenly, require_columns
-from cdmpp.dataset.operators import TORCH_CALLS, write_operators
+from cdmpp.dataset.operators import LABELS, TORCH_CALLS, write_operators
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError
 from cdmpp.program.operators import operator_table, seen_pairs, work
@@ -25,6 +25,7 @@ _FAST_CONVOLUTION = 5.0
 _PEAK = {"float32": ("float32", "float32_matrix", "tfloat32_matrix"), "float16": ("float16_matrix", "float16"),
          "bfloat16": ("bfloat16_matrix", "float16_matrix", "bfloat16"), "fp8": ("float8_matrix",),
          "int8": ("int8_matrix", "int8"), "nvfp4": ("float4_matrix",)}  # fmt: skip
+_PEAK |= {"fp8_block": _PEAK["fp8"], "fp8_static": _PEAK["fp8"], "sq": _PEAK["int8"], "int4_wo": _PEAK["bfloat16"]}
 #: What PipeWeave means, by its hardware/*.json.
 _PIPEWEAVE_NAMES = {"A100": "a100-sxm4-80gb", "H100": "h100-sxm", "H800": "h800"}
 #: A card that ran at half its clock: compute-bound kernels take 2.2 to 2.5 times as long as those of a Vega 64, products reach
@@ -51,19 +52,20 @@ def import_operators(
     for number, (path, frame) in enumerate(found.frames):
         found.progress(path.name, number, len(found.frames))
         kind = _kind(source, frame, path)
-        frame = evenly(_without_suspects(frame, found), limit).reset_index(drop=True)
+        frame = evenly(_without_suspects(frame.reset_index(drop=True), found), limit)
+        number_of, frame = frame.index.to_numpy() + 1, frame.reset_index(drop=True)
         part = operator_table(_READERS[kind](frame, found))
         names = _text(frame, "system" if "system" in frame else "device")
         names = names.replace({"pipeweave": _PIPEWEAVE_NAMES, "miopen": _MIOPEN_NAMES}.get(source, {}))
         devices = found.resolve(names, path)
         part["device"] = [devices[str(name)].name for name in names]
-        _refuse_impossible(part, {device.name: device for device in devices.values()}, path)
+        _refuse_impossible(part, {device.name: device for device in devices.values()}, path, number_of)
         found.devices |= set(part["device"])
         parts.append(part)
     united = pd.concat(parts, ignore_index=True)
     files = [path.name for path, _ in found.frames]
     write_operators(out, united, source=source, files=files, left_out=dict(found.unknown))
-    operators = united.drop(columns=["device", "framework", "kernel", "seconds", "noise"], errors="ignore")
+    operators = united.drop(columns=list(LABELS), errors="ignore")
     return found.report({"ok": len(united)}, tasks=len(operators.drop_duplicates()), programs=0)
 
 
@@ -100,6 +102,7 @@ def _labels(frame: pd.DataFrame, framework: str, kernel: str = "kernel") -> pd.D
     return pd.DataFrame(
         {
             "framework": _text(frame, "framework", framework),
+            "version": _text(frame, "version"),
             "kernel": _text(frame, kernel),
             "seconds": _number(frame, "seconds"),
         }
@@ -226,23 +229,30 @@ _READERS: dict[str, Callable[[pd.DataFrame, Import], pd.DataFrame]] = {
 SOURCES: tuple[str, ...] = tuple(dict.fromkeys(kind.split()[0] for kind in _COLUMNS))
 
 
-def _refuse_impossible(table: pd.DataFrame, devices: dict[str, Device], path: Path) -> None:
-    """Refuse times that are missing, or shorter than the operations take at the device's peak."""
+def _refuse_impossible(
+    table: pd.DataFrame, devices: dict[str, Device], path: Path, number_of: NDArray[np.int64]
+) -> None:
+    """Refuse times that are missing, or shorter than the operations take at the device's peak, or what no cache of it holds
+    takes from memory; ``number_of`` each row in the file."""
     seconds = table["seconds"].to_numpy(dtype=np.float64)
     bad = ~(np.isfinite(seconds) & (seconds > 0))
     if bad.any():
         at = int(np.argmax(bad))
-        raise DatasetError(f"{path}, row {at + 1}: seconds is {seconds[at]}, expected a number above 0")
-    least = np.zeros(len(table))
-    flop = work(table)["matrix"] / np.where(table["op"] == "conv", _FAST_CONVOLUTION, 1.0)
+        raise DatasetError(f"{path}, row {number_of[at]}: seconds is {seconds[at]}, expected a number above 0")
+    least, done = np.zeros(len(table)), work(table)
+    flop = done["matrix"] / np.where(table["op"] == "conv", _FAST_CONVOLUTION, 1.0)
     for (name, dtype), rows in table.groupby(["device", "dtype"]).indices.items():
-        known = [devices[name].peak_gflops.get(peak, 0.0) for peak in _PEAK.get(dtype, ())]
+        device = devices[name]
+        known = [device.peak_gflops.get(peak, 0.0) for peak in _PEAK.get(dtype, ())]
         if any(known):
             least[rows] = flop[rows] / (1e9 * max(known))
+        if device.bandwidth_gb_s:
+            held = 1024 * sum(size or 0.0 for size in (device.l2_kb, device.l3_kb))
+            least[rows] = np.maximum(least[rows], (done["read"][rows] - held) / (1e9 * device.bandwidth_gb_s))
     ratio = seconds / np.maximum(_LOWEST * least, 1e-12)
     if (ratio < 1).any():
         at = int(np.argmin(ratio))
         raise DatasetError(
-            f"{path}, row {at + 1}: {table['op'][at]} in {seconds[at]:.3g} s on {table['device'][at]} is faster than its "
-            f"peak allows, {least[at]:.3g} s ({int((ratio < 1).sum())} such rows): is the unit, a shape or the device wrong?"
+            f"{path}, row {number_of[at]}: {table['op'][at]} in {seconds[at]:.3g} s on {table['device'][at]} is faster than it "
+            f"can be, {least[at]:.3g} s ({int((ratio < 1).sum())} such rows): is the unit, a shape or the device wrong?"
         )
