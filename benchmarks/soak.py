@@ -121,7 +121,9 @@ class FakeExecutor(Executor):
         self._folder = folder
 
     def measurers(self, serve: Any, config: Any, sentinel: Any) -> list[machine.Worker]:
-        return [machine.Worker(fake_device, (config, self._folder), f"fake-{i}") for i in range(2)]
+        import soak  # where the devices' processes find it
+
+        return [machine.Worker(soak.fake_device, (config, self._folder), f"fake-{i}") for i in range(2)]
 
 
 class FakeMeasurer(CpuMeasurer):
@@ -231,4 +233,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import soak  # the name that its processes find it by
+
+    soak.main()

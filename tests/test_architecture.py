@@ -95,10 +95,9 @@ def test_profiling_loads_few_modules(tmp_path: Path) -> None:
     script.write_text(
         "import sys\n"
         "from cdmpp.cli import main\n"
-        "if __name__ == '__main__':\n"
-        f"    out = ['--out', {str(tmp_path / 'd')!r}, '--programs-per-task', '1']\n"
-        "    assert main(['profile', 'mlp', '--workers', '1', '--builders', '1', *out]) == 0\n"
-        "    print(*(name for name in sys.modules if name.split('.')[0] == 'cdmpp'))\n"
+        f"out = ['--out', {str(tmp_path / 'd')!r}, '--programs-per-task', '1']\n"
+        "assert main(['profile', 'mlp', '--workers', '1', '--builders', '1', *out]) == 0\n"
+        "print(*(name for name in sys.modules if name.split('.')[0] == 'cdmpp'))\n"
     )
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)

@@ -337,10 +337,7 @@ class Engine:
         try:
             built = worker.receive()
         except WorkerDied as err:
-            raise ProfilerError(
-                f"a worker process ended before it had built {what} ({err}). Workers import the "
-                'script that starts them: it must call cdmpp under `if __name__ == "__main__":`'
-            ) from err
+            raise ProfilerError(f"a worker process ended before it had built {what} ({err})") from err
         worker.finished()
         if built.status != "ok":
             raise ProfilerError(f"{what} does not build: {built.error}")

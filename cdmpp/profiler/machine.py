@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -153,7 +154,15 @@ class Worker:
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=self._target, args=(theirs, *self._args), name=self.name)
         self._process.daemon = True
-        self._process.start()
+        # what runs in it is cdmpp's: the script that starts it is not imported there, for seconds, and needs no guard
+        main = vars(sys.modules["__main__"])
+        script = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+        main.pop("__file__", None)
+        main["__spec__"] = None
+        try:
+            self._process.start()
+        finally:
+            main.update(script)
         theirs.close()
 
     @property

@@ -96,11 +96,6 @@ def _versions() -> dict[str, str]:
 class _Process(Worker):
     """A worker process of this node, which keeps the limits of time."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        # A fork server's children import the main module, which is Ray's.
-        sys.modules["__main__"].__file__ = None
-        super().__init__(*args, **options)
-
     def answers(self, request: Any, timeout_s: float) -> Iterator[Any]:
         """What it sends until the request is done; at last why it ended over it, as a value."""
         while not self.submit(request, True, timeout_s):

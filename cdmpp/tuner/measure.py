@@ -24,7 +24,7 @@ from cdmpp.profiler import machine
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, ObjectBuilder, sentinel_job, threads_of
 from cdmpp.profiler.engine import BuildJob, BuildOnly, Engine, Executor, Outcome
 from cdmpp.program.ast import compact_asts
-from cdmpp.program.codegen import CODEGEN_FEATURES, ObjectCache
+from cdmpp.program.codegen import ObjectCache
 from cdmpp.program.space import Rebuilder
 from cdmpp.tuner.config import TuneConfig
 
@@ -296,15 +296,18 @@ def _nvml_counter() -> Callable[[], int]:
     return microjoules
 
 
+#: A candidate that compiles for longer, ten times as long as most, is left out: all the others would wait for it.
+_COMPILE_S = 4.0
+
+
 class ChoosingMeasurer(Measurer):
     """Compiles `of` candidates for each one that it measures, which is predicted fastest from its instructions; the object that
     was compiled is measured. `executor` is :func:`make_engine`'s."""
 
     def __init__(self, config: TuneConfig, device: Device, degree: int, executor: Executor | None, of: int) -> None:
         assert config.predictor is not None
-        built = CpuConfig(
-            builders=config.builders, build_timeout_s=config.build_timeout_s, object_cache=config.object_cache
-        )
+        limit_s = min(config.build_timeout_s, _COMPILE_S)
+        built = CpuConfig(builders=config.builders, build_timeout_s=limit_s, object_cache=config.object_cache)
         self._folder = built.work_folder()
         objects = built.object_cache or str(self._folder)
         super().__init__(make_engine(replace(config, object_cache=objects), device, degree, executor))
@@ -328,15 +331,17 @@ class ChoosingMeasurer(Measurer):
         if len(wanted) < 2:
             return list(good), 0.0
         outcomes = [o for o in in_time(self._compiler, self._compiler.submit(wanted), left_s) if o is not None]
+        build_s = sum(o.meta.get("build_s", 0.0) for o in outcomes)
         built = {o.job.program.hash: o.built for o in outcomes if o.status == "ok"}
-        # what did not compile is predicted from its AST, and fails where it is measured
-        unknown = np.full(len(CODEGEN_FEATURES), np.nan, dtype=np.float32)
-        code = [built[job.program.hash].counts if job.program.hash in built else unknown for job in wanted]
-        asts = compact_asts([self._rebuild(job.program, job.task, job.space) for job in wanted])
-        latency_s = self._predictor.predict_asts(asts, self._device, Evidence(code=np.stack(code)))
-        best = {wanted[i].program.hash for i in np.argsort(latency_s)[: -(-len(wanted) // self._of)]}
+        ready = [job for job in wanted if job.program.hash in built]
+        if not ready:  # where they are measured it is said why
+            return list(good), build_s
+        asts = compact_asts([self._rebuild(job.program, job.task, job.space) for job in ready])
+        code = np.stack([built[job.program.hash].counts for job in ready])
+        latency_s = self._predictor.predict_asts(asts, self._device, Evidence(code=code))
+        best = {ready[i].program.hash for i in np.argsort(latency_s)[: -(-len(wanted) // self._of)]}
         for digest, found in built.items():
             if digest in best:
                 self._objects.keep(digest, Path(found.path))
             Path(found.path).unlink()
-        return [job.program.hash in best for job in jobs], sum(o.meta.get("build_s", 0.0) for o in outcomes)
+        return [job.program.hash in best for job in jobs], build_s

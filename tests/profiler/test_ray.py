@@ -227,7 +227,6 @@ def test_a_limit_that_the_node_kept_is_a_failure_of_one_program() -> None:
 
 
 def test_a_build_that_takes_too_long_is_ended_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
     monkeypatch.setattr(module, "_builders", {})
     builder = (ObjectBuilder, (TARGET, None, QUICK_CPU), 0)
     assert isinstance(module._build(builder, as_it_is(slow_build_task(10000)), 1.0)[0], TimeoutError)

@@ -7,13 +7,16 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 
+from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.engine import BuildJob, Outcome
-from cdmpp.tuner.measure import Measurer, in_time
-from tests.samples.programs import matmul_task, quick_engine, sampled
+from cdmpp.tuner.config import Objective, TuneConfig
+from cdmpp.tuner.measure import ChoosingMeasurer, Measurer, in_time
+from tests.samples.programs import as_it_is, matmul_task, quick_engine, sampled, slow_build_task
 from tests.samples.tuning import FakeEngine, made_up_latency_s
 
 #: Nothing here depends on how fast the machine is; without an end a failure would hang.
@@ -30,6 +33,16 @@ def test_outcomes_come_to_whom_they_belong_and_nothing_is_measured_twice() -> No
         outcome = future.result(timeout=PATIENCE_S)
         assert outcome.job.program.hash == job.program.hash
         assert outcome.latency_s == made_up_latency_s(job.program.hash)
+
+
+def test_what_compiles_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cdmpp.tuner.measure._COMPILE_S", 1.0)
+    config = TuneConfig(Objective(8), object_cache=tmp_path)
+    jobs = [as_it_is(slow_build_task(10000)), *sampled(matmul_task(), 3)]
+    with ChoosingMeasurer(config, get_device("this-cpu@1"), 1, None, 2) as measurer:
+        chosen, build_s = measurer.worth(jobs, [True] * 4, None)
+        assert not chosen[0] and sum(chosen) == 2 and build_s > 0
+        assert measurer.worth(jobs[:2], [True, False], None) == ([True, False], 0.0), "there is nothing to choose"
 
 
 def test_giving_up_does_not_wait_for_what_is_being_compiled() -> None:
