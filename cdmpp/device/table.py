@@ -382,10 +382,8 @@ def normalise(name: str) -> str:
 
 #: Words that may be left out of a name, of makers and of lines; what else says nothing; forms; and sizes of memories in GB.
 #: What differs by less is the same size (10**9 or 2**30 bytes, and what ECC takes).
-_MAKERS, _LINES = (
-    re.compile("nvidia|amd|intel|geforce|tesla|instinct|radeon"),
-    re.compile("^(rtx|gtx|rx|arc)(?=[a-z]?\\d)"),
-)
+_MAKERS = re.compile("nvidia|amd|intel|geforce|tesla|instinct|radeon")
+_LINES = re.compile(r"^(rtx|gtx|rx|arc)(?=[a-z]?\d)")
 _NOTHING, _FORM = re.compile(r"hbm\de?|generation|gpu|:.*"), re.compile(r"(pcie|oam|sxm)([2-6](?!\d?gb))?")
 _MEMORY = re.compile("(8|12|16|24|32|40|48|64|80|94|96|128|141|144|180|192|256|279|288|480)gb")
 _SAME_MEMORY = 0.12

@@ -197,13 +197,11 @@ def _report(
     seconds = pd.Series(each * counts, index=table.index)
     total = float(seconds.sum())
     low_s, high_s = _interval(each * counts, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
-    own_s = seconds / table.get("weight", 1.0)  # of one step, not all that it stands for
-    weights = (
-        table.assign(weight=table.get("weight", 1.0)).groupby([table["step"], phases], sort=False)["weight"].first()
-    )
+    weight = pd.Series(table.get("weight", 1.0), index=table.index)
+    own_s = seconds / weight  # of one step, not all that it stands for
     steps = [
-        {"step": _plain(step), "phase": phase, "stands_for": float(weights[step, phase]), "latency_s": float(step_s)}
-        for (step, phase), step_s in own_s.groupby([table["step"], phases], sort=False).sum().items()
+        {"step": _plain(step), "phase": phase, "stands_for": weight[of[0]], "latency_s": float(own_s[of].sum())}
+        for (step, phase), of in table.groupby([table["step"], phases], sort=False).groups.items()
     ]
     columns = {"row": np.flatnonzero(known) + 1, "name": table["name"], "op": ops, "phase": phases}
     columns |= {"step": table["step"], "count": counts}

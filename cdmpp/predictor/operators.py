@@ -168,7 +168,7 @@ class OperatorModel:
 
     def measured_on(self, device: Device) -> set[str]:
         """Kinds of operators with labels of a device, or of as many cores of a CPU of its microarchitecture."""
-        alike = [name for name in self.devices if name == device.name or _same_cores(get_device(name), device)]
+        alike = [name for name in self.devices if _cores(get_device(name)) == _cores(device)]
         return {kind for name in alike for kind in self.devices[name]}
 
     def traits(self, table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
@@ -677,8 +677,8 @@ def _soft(errors: FloatArray) -> FloatArray:
     return soft
 
 
-def _same_cores(one: Device, other: Device) -> bool:
-    return one.kind == other.kind == "cpu" and (one.arch, one.share) == (other.arch, other.share)
+def _cores(device: Device) -> tuple[str, float] | str:
+    return (device.arch, device.share) if device.kind == "cpu" else device.name
 
 
 def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], family: NDArray[Any], least: int) -> float:

@@ -157,8 +157,7 @@ class Worker:
         # what runs in it is cdmpp's: the script that starts it is not imported there, for seconds, and needs no guard
         main = vars(sys.modules["__main__"])
         script = {name: main[name] for name in ("__file__", "__spec__") if name in main}
-        main.pop("__file__", None)
-        main["__spec__"] = None
+        main.update(dict.fromkeys(script))
         try:
             self._process.start()
         finally:

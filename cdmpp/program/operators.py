@@ -101,6 +101,8 @@ _OF_TORCH = {
 }  # fmt: skip
 #: Sizes that are 1 (0: backward) where a row does not say.
 _DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}
+#: No size of an operator is larger.
+_LARGEST = 1e15
 #: Vector instructions an element: read, mean, scale and the like. Their exact number hardly matters, memory bounds them.
 _VECTOR = {"rmsnorm": 4, "layernorm": 7, "softmax": 4, "silu_mul": 3, "elementwise": 1, "quantize": 3, "embedding": 0,
            "activation": 4, "batchnorm": 2, "copy": 0, "reduce": 1}  # fmt: skip
@@ -117,10 +119,6 @@ def dtype_name(text: str) -> str:
     if name not in ELEMENT_BYTES:
         raise ProgramError(f"unknown data type {text!r}; there are {', '.join(ELEMENT_BYTES)}")
     return name
-
-
-#: No size of an operator is larger.
-_LARGEST = 1e15
 
 
 def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataFrame:

@@ -43,17 +43,14 @@ def test_a_device_without_a_stored_specification_is_that_of_the_table(tmp_path: 
     assert Dataset.open(folder(tmp_path / "d", ZEN4, stored=False)).devices == {ZEN4.name: ZEN4}
 
 
-@pytest.mark.parametrize(
-    ("devices", "stored", "message"),
-    [
-        ([OWN], False, r"a/meta\.json does not describe my-cpu@1"),
-        # what a cdmpp of before stored: a Zen 3 under the name of the table's Zen 4
-        ([replace(ZEN4, arch="zen3", simd_bits=256, l2_kb=512.0)], True,
-         r"/a and in the device table: arch zen3 / zen4, simd_bits 256 / 512"),
-        # both datasets and the facts
-        ([OWN, replace(OWN, clock_mhz=3000.0, l3_kb=1.0)], True, r"my-cpu@1 .*/a and in .*/b: clock_mhz 2600.0 / 3000.0$"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("devices", "stored", "message"), [
+    ([OWN], False, r"a/meta\.json does not describe my-cpu@1"),
+    # what a cdmpp of before stored: a Zen 3 under the name of the table's Zen 4
+    ([replace(ZEN4, arch="zen3", simd_bits=256, l2_kb=512.0)], True,
+     r"/a and in the device table: arch zen3 / zen4, simd_bits 256 / 512"),
+    # both datasets and the facts
+    ([OWN, replace(OWN, clock_mhz=3000.0, l3_kb=1.0)], True, r"my-cpu@1 .*/a and in .*/b: clock_mhz 2600.0 / 3000.0$"),
+])  # fmt: skip
 def test_devices_that_are_not_known_or_differ_are_refused(
     tmp_path: Path, devices: list[Device], stored: bool, message: str
 ) -> None:

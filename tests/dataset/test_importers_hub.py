@@ -80,28 +80,25 @@ def test_programs_are_stored_by_their_parameters(dataset: Dataset) -> None:
 SHARED = (4 * 3 + 14, 48 * 2 + 14)
 
 
-@pytest.mark.parametrize(
-    ("row", "leaf", "wanted"),
-    [
-        # convolution: blocks of 48 x 4 threads with 2 x 3 outputs each: 43 x 342 of them cover 4096 x 4096
-        *((0, leaf, {"block_idx": 43 * 342, "thread_idx": 48 * 4, "program_local": 4 * 2 * 3}) for leaf in range(4)),
-        # loads, initialisation, update and store: all loops over the filter and a thread's outputs
-        (0, 0, {"unrolled": -(-SHARED[0] // 4) * -(-SHARED[1] // 48)}),
-        *((0, leaf, {"unrolled": 2 * 3}) for leaf in (1, 3)),
-        (0, 2, {"unrolled": 15 * 15 * 2 * 3, "thread_iterations": 15 * 15 * 2 * 3}),
-        (3, 2, {"program_shared": 0, "leaf_count": 3}),  # without shared memory
-        # matrix product: 64 x 32 outputs of 128 threads: 4 x 4 each; A and C in vectors of 2, B of 4
-        *((4, leaf, {"leaf_count": 6, "block_idx": 64 * 128, "thread_idx": 16 * 8, "vectorized": lanes})
-          for leaf, lanes in enumerate((2, 2, 2, 4, 2, 2))),
-        (4, 4, {"unrolled": 2 * (4 // 2) * (4 // 4) * 4, "thread_iterations": 4096 * 16, "program_shared": 4 * 64 * 32,
-                "program_local": 4 * (16 + 4 + 4), "program_flops": 2 * 4096**3 + 4096**2}),
-        # each thread fetches 64 x 32 of A, over 128 threads
-        (4, 1, {"thread_iterations": 4096 // 32 * (64 * 32 // 128)}),
-        (5, 0, {"program_shared": 4 * 32 * (64 + 32)}),
-        *((6, leaf, {"thread_idx": 640, "block_idx": 782 * 18, "program_local": 4}) for leaf in range(3)),
-        (6, 1, {"thread_iterations": 2 * 3 * 1536}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "leaf", "wanted"), [
+    # convolution: blocks of 48 x 4 threads with 2 x 3 outputs each: 43 x 342 of them cover 4096 x 4096
+    *((0, leaf, {"block_idx": 43 * 342, "thread_idx": 48 * 4, "program_local": 4 * 2 * 3}) for leaf in range(4)),
+    # loads, initialisation, update and store: all loops over the filter and a thread's outputs
+    (0, 0, {"unrolled": -(-SHARED[0] // 4) * -(-SHARED[1] // 48)}),
+    *((0, leaf, {"unrolled": 2 * 3}) for leaf in (1, 3)),
+    (0, 2, {"unrolled": 15 * 15 * 2 * 3, "thread_iterations": 15 * 15 * 2 * 3}),
+    (3, 2, {"program_shared": 0, "leaf_count": 3}),  # without shared memory
+    # matrix product: 64 x 32 outputs of 128 threads: 4 x 4 each; A and C in vectors of 2, B of 4
+    *((4, leaf, {"leaf_count": 6, "block_idx": 64 * 128, "thread_idx": 16 * 8, "vectorized": lanes})
+      for leaf, lanes in enumerate((2, 2, 2, 4, 2, 2))),
+    (4, 4, {"unrolled": 2 * (4 // 2) * (4 // 4) * 4, "thread_iterations": 4096 * 16, "program_shared": 4 * 64 * 32,
+            "program_local": 4 * (16 + 4 + 4), "program_flops": 2 * 4096**3 + 4096**2}),
+    # each thread fetches 64 x 32 of A, over 128 threads
+    (4, 1, {"thread_iterations": 4096 // 32 * (64 * 32 // 128)}),
+    (5, 0, {"program_shared": 4 * 32 * (64 + 32)}),
+    *((6, leaf, {"thread_idx": 640, "block_idx": 782 * 18, "program_local": 4}) for leaf in range(3)),
+    (6, 1, {"thread_iterations": 2 * 3 * 1536}),
+])  # fmt: skip
 def test_programs_have_the_blocks_threads_and_tiles_of_their_configuration(
     dataset: Dataset, row: int, leaf: int, wanted: dict[str, float]
 ) -> None:
@@ -135,19 +132,16 @@ def without(row: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != name}
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{**CONVOLUTION, "latency_ms": 1.9e-3}], r"row 0 \(convolution_milo block_size_x=48.*implausibly less"),
-        ([{**CONVOLUTION, "latency_ms": 1900.0}], "row 0 .*implausibly more"),
-        ([{**CONVOLUTION, "latency_ms": None}], "row 0 .*expected a number above 0"),
-        ([{**CONVOLUTION, "problem_size": "4096"}], "'4096' of image_convolution should be width, height"),
-        ([CONVOLUTION, {**CONVOLUTION, "p_tile_size_x": None}], "row 1: convolution_milo has no p_tile_size_x"),
-        ([CONVOLUTION, {**CONVOLUTION, "p_filter_width": None}], "row 1: convolution_milo has no p_filter_width"),
-        ([without(GEMM, "p_MWG")], "has no column p_MWG"),
-        ([without(GEMM, "status")], "has no column status"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "message"), [
+    ([{**CONVOLUTION, "latency_ms": 1.9e-3}], r"row 0 \(convolution_milo block_size_x=48.*implausibly less"),
+    ([{**CONVOLUTION, "latency_ms": 1900.0}], "row 0 .*implausibly more"),
+    ([{**CONVOLUTION, "latency_ms": None}], "row 0 .*expected a number above 0"),
+    ([{**CONVOLUTION, "problem_size": "4096"}], "'4096' of image_convolution should be width, height"),
+    ([CONVOLUTION, {**CONVOLUTION, "p_tile_size_x": None}], "row 1: convolution_milo has no p_tile_size_x"),
+    ([CONVOLUTION, {**CONVOLUTION, "p_filter_width": None}], "row 1: convolution_milo has no p_filter_width"),
+    ([without(GEMM, "p_MWG")], "has no column p_MWG"),
+    ([without(GEMM, "status")], "has no column status"),
+])  # fmt: skip
 def test_bad_rows_are_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(DatasetError, match=message) as caught:
         import_benchmark_hub(table(tmp_path / "hub.parquet", rows), tmp_path / "out")

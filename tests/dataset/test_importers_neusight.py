@@ -261,18 +261,15 @@ def changed(number: int, **values: Any) -> list[dict[str, Any]]:
     return [{**row, **values} if i == number else row for i, row in enumerate(ROWS)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        *((changed(i, latency_ms=row["latency_ms"] * factor), rf"row {i} .*implausibly.*off by 1000")
-          for i, row in enumerate(ROWS) for factor in (1e-3, 1e3)),
-        (changed(3, latency_ms=float("nan")), "row 3 .*expected a number above 0"),
-        (changed(3, latency_ms=0.0), "row 3 .*expected a number above 0"),
-        (changed(1, N=None), "row 1: bmm has N = <NA>"),
-        (changed(1, N=0), "row 1: bmm has N = 0, expected a whole number of at least 1"),
-        (changed(7, conv_padding=-1), "row 7: conv has conv_padding = -1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rows", "message"), [
+    *((changed(i, latency_ms=row["latency_ms"] * factor), rf"row {i} .*implausibly.*off by 1000")
+      for i, row in enumerate(ROWS) for factor in (1e-3, 1e3)),
+    (changed(3, latency_ms=float("nan")), "row 3 .*expected a number above 0"),
+    (changed(3, latency_ms=0.0), "row 3 .*expected a number above 0"),
+    (changed(1, N=None), "row 1: bmm has N = <NA>"),
+    (changed(1, N=0), "row 1: bmm has N = 0, expected a whole number of at least 1"),
+    (changed(7, conv_padding=-1), "row 7: conv has conv_padding = -1"),
+])  # fmt: skip
 def test_a_row_that_cannot_be_is_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(DatasetError, match=rf"ops\.parquet, {message}") as caught:
         import_neusight(operators(tmp_path / "ops.parquet", rows), tmp_path / "out")

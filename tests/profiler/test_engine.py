@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -154,13 +153,10 @@ def test_core_groups_are_disjoint_and_refused_where_there_are_too_few() -> None:
 
 
 def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
-    (tmp_path / "job").write_bytes(pickle.dumps(as_it_is(matmul_task())))
     script = tmp_path / "script.py"
     script.write_text(
-        "import pickle\n"
-        "from pathlib import Path\n"
-        "from tests.samples.programs import quick_engine\n"
-        f"with quick_engine(sentinel=pickle.loads(Path({str(tmp_path / 'job')!r}).read_bytes())):\n"
+        "from tests.samples.programs import as_it_is, matmul_task, quick_engine\n"
+        "with quick_engine(sentinel=as_it_is(matmul_task())):\n"
         "    print('once')\n"
         "print(__file__)\n"
     )
