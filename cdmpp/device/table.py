@@ -336,7 +336,7 @@ class DeviceTable:
     def _nearly(self, name: str) -> str:
         """The device of a short name and as much memory, of this form if one is known to be; "" of none and of several."""
         short, form, gb = _short(name)
-        named = self._forms.get(short, {})
+        named: Mapping[str, set[str]] = self._forms.get(short, {})
         known = {row for rows in named.values() for row in rows}
         fits = {row for row in known if gb is None or abs(gb / (self._rows[row].mem_gb or gb) - 1) < _SAME_MEMORY}
         found = fits & named[form] if form and form in named else fits

@@ -52,7 +52,7 @@ MIN_UNITS = 30
 MAX_STEPS = 2048
 
 #: How many times as far off predictions are on a CPU whose microarchitecture was left out as on known ones: geometric mean of
-#: four, 1.3 to 2.8 (``accuracy_cpu_left_out.json`` and ``unseen_cpu.json`` over ``model_card.json``).
+#: four, 1.3 to 2.8 (``accuracy_cpu_left_out.json`` and ``unseen_cpu.json`` over ``model_card.json``); taken for GPUs too.
 UNSEEN = 1.8
 
 #: Name of the pooled scores where devices are named.

@@ -156,7 +156,7 @@ class Worker:
         self._process.daemon = True
         # what runs in it is cdmpp's: the script that starts it is not imported there, for seconds, and needs no guard
         main = vars(sys.modules["__main__"])
-        script = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+        script: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
         main.update(dict.fromkeys(script))
         try:
             self._process.start()
