@@ -233,6 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import soak  # the name that its processes find it by
-
-    soak.main()
+    __import__("soak").main()  # the name that its processes find it by
