@@ -19,6 +19,9 @@ GEMM, ATTENTION, CONV, NEUSIGHT, MOE, COLLECTIVE = read_yaml(Path(__file__).with
 ].values()
 
 
+DECODE = {**ATTENTION, "op": "attention_generation", "seq": 1}
+
+
 def imported(tmp_path: Path, source: str, *rows: dict[str, Any]) -> pd.DataFrame:
     tmp_path.mkdir(exist_ok=True)
     pd.DataFrame(rows).to_parquet(tmp_path / "file.parquet")
@@ -27,8 +30,7 @@ def imported(tmp_path: Path, source: str, *rows: dict[str, Any]) -> pd.DataFrame
 
 
 def test_serving_operators_are_those_of_aiconfigurator(tmp_path: Path) -> None:
-    decode = {**ATTENTION, "op": "attention_generation", "seq": 1}
-    table = imported(tmp_path, "aiconfigurator", GEMM, ATTENTION, decode, {**GEMM, "suspect_group": True})
+    table = imported(tmp_path, "aiconfigurator", GEMM, ATTENTION, DECODE, {**GEMM, "suspect_group": True})
     assert sorted(table["device"]) == ["a100-sxm4-80gb", "l40s", "l40s"]  # the suspect one is left out
     found = table.sort_values("tokens").to_dict("records")
     assert [row["tokens"] for row in found[:2]] == [2, 200]
@@ -52,19 +54,13 @@ def test_convolutions_experts_and_collectives_keep_their_conventions(tmp_path: P
     assert linear.loc[0, ["batch", "m", "n", "k", "seconds"]].tolist() == [1, 64, 512, 256, 0.002]
 
 
-@pytest.mark.parametrize(
-    ("source", "row", "message"),
-    [
-        (
-            "aiconfigurator",
-            {**GEMM, "m": 8e3, "n": 8e3, "k": 8e3, "seconds": 1e-4},
-            "row 1: gemm in 0.0001 s .* faster",
-        ),
-        ("aiconfigurator", {**GEMM, "seconds": 0.0}, "row 1: seconds is 0.0"),
-        ("miopen", GEMM, "no file of miopen: it has no column solver"),
-        ("miopen", {name: value for name, value in CONV.items() if name != "kh"}, "kh"),
-    ],
-)
+@pytest.mark.parametrize(("source", "row", "message"), [
+    ("aiconfigurator", {**GEMM, "m": 8e3, "n": 8e3, "k": 8e3, "seconds": 1e-4}, "row 2: gemm in 0.0001 s .* faster"),
+    ("aiconfigurator", {**DECODE, "batch": 512, "past": 65536, "seconds": 1e-3}, "row 2: attention in 0.001 s .* faster"),
+    ("aiconfigurator", {**GEMM, "seconds": 0.0}, "row 2: seconds is 0.0"),
+    ("miopen", GEMM, "no file of miopen: it has no column solver"),
+    ("miopen", {name: value for name, value in CONV.items() if name != "kh"}, "kh"),
+])  # fmt: skip
 def test_files_that_cannot_be_are_refused(source: str, row: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=message):
-        imported(tmp_path, source, row)
+        imported(tmp_path, source, {**row, "suspect_group": True}, row)
