@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -53,8 +53,8 @@ def fixed(seconds: float = 1e-3, calibrated: bool = False, by_device: bool = Fal
     if calibrated:
         names = [f"t{i}" for i in range(20)]
         calibration = Calibration.fit([2.0] * 20, [1.0] * 20, names, ["some-cpu"] * 20)
-    none: Any = None
-    return Fixed(none, none, none, {}, calibration=calibration, seconds=seconds, by_device=by_device)
+    none, trained = cast(Any, None), {name: get_device(name) for name in ("h200", "t4")}
+    return Fixed(none, none, none, {}, calibration=calibration, specs=trained, seconds=seconds, by_device=by_device)
 
 
 class Branches(torch.nn.Module):
