@@ -121,9 +121,7 @@ class FakeExecutor(Executor):
         self._folder = folder
 
     def measurers(self, serve: Any, config: Any, sentinel: Any) -> list[machine.Worker]:
-        import soak  # where the devices' processes find it
-
-        return [machine.Worker(soak.fake_device, (config, self._folder), f"fake-{i}") for i in range(2)]
+        return [machine.Worker(fake_device, (config, self._folder), f"fake-{i}") for i in range(2)]
 
 
 class FakeMeasurer(CpuMeasurer):

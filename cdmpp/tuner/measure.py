@@ -296,7 +296,7 @@ def _nvml_counter() -> Callable[[], int]:
     return microjoules
 
 
-#: A candidate that compiles for longer, ten times as long as most, is left out: all the others would wait for it.
+#: A candidate that compiles for longer is left out: all the others would wait for it.
 _COMPILE_S = 4.0
 
 
