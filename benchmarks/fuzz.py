@@ -122,10 +122,6 @@ def _tir(folder: Path) -> Path:
     return _text("program.json", tvm.ir.save_json(func))(folder)
 
 
-def _predictor(folder: Path) -> Path:
-    return Path(shutil.copytree(DEFAULT_WEIGHTS, folder / "predictor"))
-
-
 def _read_dataset(path: Path) -> None:
     dataset = Dataset.open(path)
     try:
@@ -146,7 +142,7 @@ _DEVICE = "- {name: mine, kind: gpu, vendor: nvidia, arch: sm_90, cores: 132, cl
 KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
     "dataset folder": (lambda folder: _dataset(folder, True), _read_dataset),
     "dataset rows (SQLite)": (lambda folder: _dataset(folder, False), _read_dataset),
-    "predictor": (_predictor, Predictor.load),
+    "predictor": (lambda folder: Path(shutil.copytree(DEFAULT_WEIGHTS, folder / "predictor")), Predictor.load),
     "bundle": (_bundle, read_bundle),
     "operator list (CSV)": (_text("operators.csv", _CSV), lambda path: read_operators(path, "float16")),
     "operator list (parquet)": (_parquet, lambda path: read_operators(path, "float16")),

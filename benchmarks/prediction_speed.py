@@ -90,12 +90,6 @@ class TvmXgb:
         return self.model.predict(self.context, self.candidates[begin:end])
 
 
-def spread_batches(count: int, size: int, limit: int) -> list[int]:
-    """Where at most `limit` batches of `size` candidates begin, evenly over all of them; none if too few."""
-    numbers = np.linspace(0, count // size - 1, min(limit, count // size)).round()
-    return [size * int(number) for number in np.unique(numbers)]
-
-
 def seconds(work: Callable[[], Any]) -> float:
     """Wall time of one call."""
     started = time.perf_counter()
@@ -105,7 +99,8 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def compare(predictor: Predictor, funcs: Sequence[Any], theirs: TvmXgb, size: int, limit: int, repeats: int) -> Figure:
     """Both on the same batches in turns, `repeats` times."""
-    batches = spread_batches(len(funcs), size, limit)
+    count = len(funcs) // size  # batches evenly over all candidates
+    batches = [size * int(n) for n in np.unique(np.linspace(0, count - 1, min(limit, count)).round())]
     rates: dict[str, list[float]] = {"ours": [], "tvm": []}
     ast_parts = []
     for repeat in range(repeats):

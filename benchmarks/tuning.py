@@ -7,10 +7,10 @@
 The predictor must have seen none of the networks. Of their tasks, evenly drawn over the range of their work, each is tuned
 alone, from nothing, with every cost model and seed: the same number of trials and profiler. TVM's cost models have TVM's
 evolutionary search, ``cdmpp`` its own; ``evolutionary`` is cdmpp's cost model with TVM's search, and ``trimmed`` is ``cdmpp``
-that drops candidates whose predicted interval lies above the best so far; ``all`` measures all
-that it compiles, not one of four. All is kept in ``--out``. The best program of each
-run (by its own label) is measured again at the end, all by one procedure: alone, with nothing built meanwhile, in turn,
-``--repeats`` times; the median counts. Of cdmpp over another run:
+that drops candidates whose predicted interval lies above the best so far; ``all`` measures all that it compiles, not one of
+four. ``two`` tunes for two cores, ``warm`` too, from what ``cdmpp`` found for one. All is kept in ``--out``. The best program
+of each run (by its own label) is measured again at the end, all by one procedure: alone, with nothing built meanwhile, in
+turn, ``--repeats`` times; the median counts. Of cdmpp over another run:
 
 * ``trials``: trials until its best label was within 1 % of the other's final one, over the other's trials; twice its trials
   if it never was (``reached`` is the fraction of runs that were). ``time`` is the same in wall seconds.
@@ -50,8 +50,8 @@ from cdmpp.tuner.measure import device_of_this_machine, make_engine
 from cdmpp.tuner.tuning import tune_tasks
 
 NETWORKS = ("densenet121", "gcn", "inception_v3", "vgg16")
-RUNS = ("cdmpp", "xgb", "random", "trimmed", "evolutionary", "all")
-DEVICE = "this-cpu@1"
+RUNS = ("cdmpp", "xgb", "random", "trimmed", "evolutionary", "all", "two", "warm")
+DEVICE, OTHER = "this-cpu@1", "this-cpu@2"
 #: Labels repeat to about so much.
 TOLERANCE = 0.01
 #: A run that never reached a latency counts as so many times its trials and time.
@@ -103,6 +103,11 @@ def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
     return TuneConfig(Objective(trials), batch=args.batch, **search, **options)
 
 
+def device_of(run: str) -> str:
+    """The cores that a run tunes for."""
+    return OTHER if run in ("two", "warm") else DEVICE
+
+
 def tuned_alone(args: argparse.Namespace, task: Task, run: str, name: str, seed: int, predictor: Predictor) -> Row:
     """Tune one task; the row says how, what was found, and the best label after each trial."""
     out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
@@ -111,7 +116,9 @@ def tuned_alone(args: argparse.Namespace, task: Task, run: str, name: str, seed:
     options = {"trim": trim, "seed": seed, "search": search, "compile": 1 if run == "all" else None}
     config = tune_config(args, args.trials, cost_model=model, predictor=predictor, **options)
     resume = (out / "tuning.json").exists()
-    tuned = tune_tasks(task.name, [(task, 1.0)], device=DEVICE, out=out, config=config, resume=resume)
+    earlier = [out.with_name(f"{task.hash}-cdmpp-{seed}")] if run == "warm" else []
+    where: dict[str, Any] = {"device": device_of(run), "out": out, "warm_start": earlier}
+    tuned = tune_tasks(task.name, [(task, 1.0)], config=config, resume=resume, **where)
     written = tuned.to_json()
     print(f"{task.name} {name} seed {seed}: {tuned.tasks[0].scheduled_s} s", flush=True)
     return {
@@ -263,14 +270,16 @@ def main() -> None:
         name = f"trimmed-{args.coverage:g}" if run == "trimmed" else run
         tune = partial(tuned_alone, args, task, run, name, seed, predictor)
         rows[task.hash, seed, run] = results.once(tune, task=task.hash, run=name, seed=seed)
-    measure_again(args, DEVICE, list(rows.values()), results)
+    for device in (DEVICE, OTHER):
+        measure_again(args, device, [row for row in rows.values() if device_of(row["run"]) == device], results)
 
     figures, pairs = [], []
-    for run in args.runs if "cdmpp" in args.runs else ():
+    for run in [name for name in args.runs if name not in ("cdmpp", "two")] if "cdmpp" in args.runs else ():
+        base = "two" if run == "warm" else "cdmpp"
         both = {
-            (task, seed): (rows[task, seed, "cdmpp"], row)
+            (task, seed): (rows[task, seed, base], row)
             for (task, seed, name), row in rows.items()
-            if name == run != "cdmpp" and "final_s" in row and "final_s" in rows[task, seed, "cdmpp"]
+            if name == run and "final_s" in row and "final_s" in rows[task, seed, base]
         }
         measures: dict[str, Callable[[Row, Row], dict[str, float]]] = {f"cdmpp over {run}": compare}
         if run == "trimmed":
@@ -279,6 +288,8 @@ def main() -> None:
             measures[f"and stopped below {100 * args.least_gain:g} % a minute"] = stop
         elif run == "all":
             measures = {"compiled over all measured": lambda ours, every: compare_trimmed(every, ours)}
+        elif run == "warm":
+            measures = {"two cores, warm over cold": lambda cold, warm: compare(warm, cold)}
         for name, measure in measures.items() if both else ():
             found = [{"run": name, "task": t, "seed": s, **measure(*own)} for (t, s), own in both.items()]
             figures.append(geometric_figure(name, found))

@@ -320,7 +320,11 @@ def _train(job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress
     parts = (new, replay, valid, np.zeros(0, np.int64) if job.split is None else job.split.adapt)
     rows = np.concatenate(parts)
     arrays = encode(subset(data, rows), encoder, base.transform.relative_to)
-    shift = _shared_constant(job, fits)
+    # by how much a device that is new to it is slower than it expects; of one that it knows, and of a GPU predicted from what
+    # GPUs share, training starts from another prediction, that of all that is known of it
+    found = fits[AST].correction
+    known = name in base.devices or base.uses_general_features_only(data.devices[name])
+    shift = 0.0 if known or found is None else found.constant
     factor = np.where(labels["device"].iloc[rows] == name, math.exp(shift), 1.0)
     arrays = replace(arrays, latency_s=arrays.latency_s / factor)
     ends = np.cumsum([len(part) for part in parts])
@@ -344,14 +348,6 @@ def _train(job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress
     constant = Correction.of(shift, encoder.pair_dim + encoder.code_dim + config.model.embedding_dim)
     corrections = {**base.corrections, name: {AST: constant, COMPILED: constant}}
     return calibrated(replace(tuned, corrections=corrections), data, used, scaling=base.scaling or DeviceScaling())
-
-
-def _shared_constant(job: _Job, fits: Mapping[str, Fit]) -> float:
-    """By how much, in its logarithm, a device that is new to the predictor is slower than it expects; 0 for one that it knows,
-    and for a GPU predicted from what GPUs share: training starts from another prediction, that of all that is known of it."""
-    found = fits[AST].correction
-    known = job.device in job.base.devices or job.base.uses_general_features_only(job.data.devices[job.device])
-    return 0.0 if known or found is None else found.constant
 
 
 def devices_seen_as(base: Predictor, encoder: FeatureEncoder, data: TrainingData, device: str) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import ArrayLike, NDArray
 
@@ -20,6 +21,7 @@ from cdmpp.predictor.checkpoint import load_fields, save_fields
 from cdmpp.predictor.encoding import COMPILED, Correction, FeatureEncoder, LabelTransform, PairArrays
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, check_one_kind, combine
 from cdmpp.predictor.network import LatencyNetwork, correction_inputs, predict_labels
+from cdmpp.predictor.operators import load_operator_model
 from cdmpp.predictor.uncertainty import ALL_DEVICES, Calibration, Familiarity, check_coverage
 from cdmpp.program import import_tvm
 from cdmpp.program.ast import CompactAST, compact_asts
@@ -91,7 +93,8 @@ class Predictor:
 
         Each of ``programs`` is a CompactAST, a TIR PrimFunc or IRModule, a :class:`~cdmpp.program.types.Task` (as it
         is, unscheduled) or, with a ``resolver`` (such as ``cdmpp.predictor.program_resolver(dataset)``), a
-        :class:`~cdmpp.program.types.Program`. Devices that were not seen in training are extrapolated to.
+        :class:`~cdmpp.program.types.Program`. Devices that were not seen in training are extrapolated to. A table
+        (:func:`cdmpp.program.operators.operator_table`) is of library operators, which the operator model that ships answers.
 
         With ``compiled`` the programs are compiled for the device's target, on this machine and without running them,
         and the network is given their instructions: more accurate, at the price of a compilation each; x86 CPUs only. A
@@ -103,6 +106,8 @@ class Predictor:
         with an AST or a device that is no x86 CPU. PredictorError: a Program without a resolver; evidence that the
         predictor cannot take, or that is none.
         """
+        if isinstance(programs, pd.DataFrame):
+            return _of_operators(programs, device, compiled or measured)[0]
         items, many = _resolved(programs, resolver)
         evidence = self.evidence(items, device, compiled=compiled, measured=measured)
         seconds = self.predict_asts(_as_asts(items), device, evidence)
@@ -174,6 +179,8 @@ class Predictor:
         of :meth:`predict`, and a PredictorError where the predictor was not calibrated, or on too few tasks for this coverage.
         """
         check_coverage(coverage)
+        if isinstance(programs, pd.DataFrame):
+            return _of_operators(programs, device, compiled or measured or coverage != COVERAGE)[1:]
         items, many = _resolved(programs, resolver)
         evidence = self.evidence(items, device, compiled=compiled, measured=measured)
         calibration = self.calibration_of(evidence, device)
@@ -498,6 +505,12 @@ def _checked_seconds(values: ArrayLike, n: int, device: str) -> NDArray[np.float
     if seconds.shape != (n,) or (seconds[~np.isnan(seconds)] <= 0).any() or np.isinf(seconds).any():
         raise PredictorError(f"latencies measured on {device}: expected {n} seconds above 0, NaN where there are none")
     return seconds
+
+
+def _of_operators(table: pd.DataFrame, device: str | Device, more: Any) -> tuple[NDArray[np.float64], ...]:
+    if more:
+        raise PredictorError(f"library operators take no compiled code or latencies; intervals are of {COVERAGE:g}")
+    return load_operator_model("default", get_device(device).kind).interval(table, device)
 
 
 def _resolved(programs: Any, resolver: Resolver | None) -> tuple[list[Any], bool]:

@@ -89,8 +89,9 @@ class NetworkGraph:
         return weights
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values (see the module)."""
-        nodes = [_node_to_json(node) for node in self.nodes]
+        """As JSON values (see the module); of a node those that are not at their defaults."""
+        plain = asdict(GraphNode(""))
+        nodes = [{k: v for k, v in asdict(node).items() if v != plain[k]} for node in self.nodes]
         return {"format": FORMAT, "version": VERSION, **asdict(self), "nodes": nodes}
 
 
@@ -165,12 +166,6 @@ def load_graphs(dataset: str | Path) -> dict[str, NetworkGraph]:
     """The graphs of a dataset folder by name; none if it has none (NetworkError as :func:`load_graph`)."""
     graphs = [load_graph(path) for path in sorted((Path(dataset) / FOLDER).glob("*.json"))]
     return {graph.name: graph for graph in graphs}
-
-
-def _node_to_json(node: GraphNode) -> dict[str, Any]:
-    """Its fields that are not at their defaults."""
-    plain = GraphNode(node.name)
-    return {key: value for key, value in asdict(node).items() if key == "name" or value != getattr(plain, key)}
 
 
 def _node_from_json(value: Mapping[str, Any]) -> GraphNode:

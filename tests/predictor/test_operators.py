@@ -18,6 +18,7 @@ from cdmpp.dataset.operators import write_operators
 from cdmpp.device import get_device, load_table
 from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
 from cdmpp.errors import NetworkError, PredictorError, ProgramError
+from cdmpp.predictor import Predictor
 from cdmpp.predictor.measurements import candidates, choose, teach
 from cdmpp.predictor.mechanism import Constants, mechanism, pipe, without_unit
 from cdmpp.predictor.operators import (
@@ -267,6 +268,9 @@ def test_what_ships_knows_every_gpu_of_the_table() -> None:
             flop_s = work(table)["matrix"][1] / (1e9 * pipe(device, "bfloat16")[0])
             assert 0.2 * weights_s < one < 60 * weights_s + 1e-4, device.name
             assert 0.9 * flop_s < many < 12 * flop_s + 1e-4, device.name
+    np.testing.assert_array_equal(Predictor.default().predict_interval(table, "h200"), SHIPPED.interval(table, "h200")[1:])
+    with pytest.raises(PredictorError, match="no compiled code"):
+        Predictor.default().predict(table, "h200", compiled=True)
 
 
 def test_serving_steps_add_up() -> None:

@@ -226,12 +226,8 @@ def _changes(graph: blocks.FlowGraph, loop: blocks.Loop, *, by_copies: bool) -> 
         for block in loop.body
         for instruction in graph.code(block)
         for location in instruction.changes
-        if _is_copy(instruction) == by_copies
+        if (instruction.name in _MOVES and blocks.location_of(instruction.operands[1]) is not None) == by_copies
     }
-
-
-def _is_copy(instruction: blocks.Instruction) -> bool:
-    return instruction.name in _MOVES and blocks.location_of(instruction.operands[1]) is not None
 
 
 def _is_parallel_body(block: Sequence[blocks.Instruction]) -> bool:
