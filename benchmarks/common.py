@@ -337,20 +337,12 @@ def bootstrap(
     n = int(group.max()) + 1
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
     if median:
-        order = np.argsort(value, kind="stable")
-        found = np.array([_median(value[order], counts[group[order]]) for counts in drawn])
+        found = np.array([np.median(np.repeat(value, counts[group])) for counts in drawn])
     else:
         total = np.bincount(group, value * weight, n)
         found = (drawn @ total) / (drawn @ np.bincount(group, weight, n))
     low, high = np.quantile(found, [0.025, 0.975])
     return float(low), float(high)
-
-
-def _median(ascending: np.ndarray, counts: np.ndarray) -> float:
-    """Median of values that occur so often."""
-    upto = np.cumsum(counts)
-    middle = [(upto[-1] - 1) // 2, upto[-1] // 2]
-    return float(ascending[np.searchsorted(upto, middle, side="right")].mean())
 
 
 def accuracy_intervals(table: pd.DataFrame, predicted_s: np.ndarray) -> dict[str, tuple[float, float]]:

@@ -10,7 +10,7 @@ trained on, and the fastest kernel of every operator on the family's devices is 
   rooflines; only of operators that were measured on it (``n`` says how many);
 - ``XGBoost``: on the same features, of the logarithm of latency over roofline.
 
-``all`` weighs the devices of a kind alike. Intervals are over operators.
+``all devices`` weighs the devices of a kind alike; size classes are by what the roofline expects. Intervals are over operators.
 
 How many measurements a new GPU takes: of each device left out 0 to 300 operators are chosen (by what tells most, by KMeans, at
 random), a correction is learned from them, and the device's other operators are scored, kinds weighing alike; ``one constant``
@@ -19,6 +19,7 @@ is the median error of those chosen at random. Intervals are over devices.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,8 @@ from cdmpp.program.operators import SIZES
 MODELS = ("cdmpp", "mechanism alone", "roofline", "nearest device", "XGBoost")
 METRICS = ("median_ape", "mape")
 MEASURED = (10, 30, 100, 300)
+#: By what the roofline expects; the whole of them first.
+SIZE_CLASSES = ("all devices", "all devices below 10 us", "all devices, 10 to 100 us", "all devices above 100 us")
 SELECTIONS = ("variance", "kmeans", "random", "one constant")
 #: Operators of a device that are chosen from and scored, at most.
 _POOL = 1500
@@ -95,15 +98,19 @@ def scores(table: pd.DataFrame, seed: int) -> Iterator[Row]:
     predicted = baselines(table, seed)
     predicted["cdmpp"] = np.log(table["left_out_s"].to_numpy())
     predicted["mechanism alone"] = np.log(table["left_out_estimate_s"].to_numpy())
-    groups: Any = table.assign(kind=kinds(table)).groupby(["kind", "dtype", "device"], observed=True)
-    for (kind, dtype, device), part in groups:
+    size = pd.cut(np.exp(predicted["roofline"]), [0.0, 1e-5, 1e-4, math.inf], labels=SIZE_CLASSES[1:])
+    table = table.assign(kind=kinds(table), size=size.astype(str))
+    by = ["kind", "dtype", "device", "size"]
+    groups: Any = itertools.chain(table.assign(size=SIZE_CLASSES[0]).groupby(by), table.groupby(by))
+    for (kind, dtype, device, size_class), part in groups:
         for model in MODELS:
             logs = predicted.loc[part.index, model].dropna()
             if logs.empty:
                 continue
             error = np.abs(np.exp(logs) / part.loc[logs.index, "seconds"] - 1).to_numpy()
             yield {
-                "kind": kind, "dtype": dtype, "device": device, "model": model, "seed": seed, "n": len(error),
+                "kind": kind, "dtype": dtype, "device": device, "size": size_class, "model": model, "seed": seed,
+                "n": len(error),
                 "median_ape": float(np.median(error)), "mape": float(error.mean()),
                 "interval": {
                     "median_ape": bootstrap(error, np.arange(len(error)), median=True, resamples=200),
@@ -140,14 +147,15 @@ def measurements(table: pd.DataFrame, model: OperatorModel, seed: int) -> Iterat
 def figures(rows: list[Row]) -> list[Figure]:
     table = pd.DataFrame([row for group in rows for row in group["scores"]])
     found = []
-    for (kind, model), part in table.groupby(["kind", "model"], sort=True):
+    for (kind, size, model), part in table.groupby(["kind", "size", "model"], sort=True):
         of_seed = part.groupby("seed").agg({"median_ape": "mean", "mape": "mean", "n": "sum"}).reset_index()
-        found.append(mean_figure(f"{kind}, all devices, {model}", of_seed.to_dict("records"), METRICS))
-    for (kind, dtype, device), part in table[table["model"] == "cdmpp"].groupby(["kind", "dtype", "device"]):
+        found.append(mean_figure(f"{kind}, {size}, {model}", of_seed.to_dict("records"), METRICS))
+    whole = table[(table["model"] == "cdmpp") & (table["size"] == SIZE_CLASSES[0])]
+    for (kind, dtype, device), part in whole.groupby(["kind", "dtype", "device"]):
         found.append(mean_figure(f"{kind}, {dtype}, {device}", part.to_dict("records"), METRICS))
     taught = pd.DataFrame([row for group in rows for row in group["measurements"]])
-    whole = taught.groupby("device")["measured"].transform("max") == max(MEASURED)  # the same devices for every number
-    for (n, select), part in taught[whole].groupby(["measured", "select"]):
+    same = taught.groupby("device")["measured"].transform("max") == max(MEASURED)  # the same devices for every number
+    for (n, select), part in taught[same].groupby(["measured", "select"]):
         of_seed = part.groupby("seed").agg({"median_ape": "mean", "mape": "mean", "n": "sum"}).reset_index()
         of_device = part.groupby("device")[list(METRICS)].mean()
         ends = {metric: bootstrap(of_device[metric], np.arange(len(of_device))) for metric in METRICS}
