@@ -6,8 +6,8 @@ log latency = the CPU's number + the network's. ``in sample`` is what such a mod
 takes a CPU's number from one network that was measured on it, in turn each, and the networks' numbers from the other CPUs.
 ``nothing measured`` takes it from the clock, or also from what LLVM's scheduling model says of the core (instructions a cycle,
 multiply-adds a cycle, width of a vector), by a ridge regression on the other CPUs; those with the same core are left out
-together, and so are CPUs whose core or clock is not told. ``order`` is how often the faster of two CPUs is named where their
-numbers are a tenth apart and the cores differ.
+together, and so are CPUs whose core or clock is not told. ``order`` is how often the faster of two CPUs is named whose cores
+differ, by how many times one takes as long as the other.
 
 A user's predictor of a CPU that was not measured has to beat these. Intervals of 95 % are over CPUs.
 """
@@ -92,12 +92,12 @@ def scored(name: str, logs: pd.DataFrame, predicted: pd.DataFrame, seen: np.ndar
     return figure(name, {"mape": values.mean(), "median_ape": float(np.median(values))}, len(values), interval=interval)
 
 
-def order(number: pd.Series, predicted: pd.Series, cores: pd.Series) -> float:
-    """Part of the pairs of CPUs whose faster one is named."""
+def order(number: pd.Series, predicted: pd.Series, cores: pd.Series, least: float, most: float) -> float:
+    """Part of the pairs of CPUs so many times apart whose faster one is named."""
     pairs = [
         (number[a] - number[b]) * (predicted[a] - predicted[b]) > 0
         for a, b in itertools.combinations(predicted.index, 2)
-        if abs(number[a] - number[b]) > np.log(1.1) and cores[a] != cores[b]
+        if np.log(least) < abs(number[a] - number[b]) <= np.log(most) and cores[a] != cores[b]
     ]
     return float(np.mean(pairs))
 
@@ -125,7 +125,8 @@ def main() -> None:
         predicted = from_specification(facts[columns], number, cpus["core"])
         table = of_others.loc[predicted.index].add(predicted, axis=0)
         row = scored(f"nothing measured, from {name}, {len(facts)} CPUs", logs.loc[predicted.index], table)
-        row["values"]["order"] = order(number, predicted, cpus["core"])
+        for ends in ((1.1, np.inf), (1.1, 1.5), (1.5, 3.0), (3.0, np.inf)):
+            row["values"]["order, {:g} to {:g}".format(*ends)] = order(number, predicted, cpus["core"], *ends)
         found.append(row)
     report(args.json, provenance(__file__, [file, args.data / "uarch_cpus.csv"]), found)
 
