@@ -40,4 +40,4 @@ def test_cpus_of_one_core_do_not_teach_each_other() -> None:
     number = pd.Series([0.0, -1.0, 70.0, 80.0], list("abcd"))
     found = from_specification(facts, number, cores)
     assert found["c"] == found["d"] == pytest.approx(-2.0), "as the clocks of the others ask for"
-    assert order(pd.Series({"a": 0.0, "b": 1.0}), pd.Series({"a": 2.0, "b": 1.0}), cores) == 0.0
+    assert order(pd.Series([0.0, 1, 9], list("abc")), pd.Series([2.0, 1, 3], list("abc")), cores, 1.1, 3.0) == 0.0
