@@ -98,20 +98,12 @@ def score_model(
     (found,) = baselines.evaluate_models([model], data, split).values()
     ours = model.predictor_ if isinstance(model, baselines.CdmppModel) else None
     notes = {"spec": split.spec, "n_train": len(split.train)}
-    if ours is not None:
-        keep_given(results, ours, data, split, key, **notes)
+    for name, row in ({} if ours is None else scored_given(ours, data, split)).items():
+        given = name if key["model"] == "ours" else f"{key['model']} ({name})"
+        keep(results, {**row, **notes}, **{**key, "model": given})
     notes.update(fit_s=found["fit_s"], predict_s=found["predict_s"])
     keep(results, scored(data, split.test, model.predict(data, split.test), **notes), **key)
     return model
-
-
-def keep_given(
-    results: Results, predictor: Predictor, data: TrainingData, split: Split, key: Row, **notes: Any
-) -> None:
-    """Keep what our predictor scores with compiled code and with latencies of other devices."""
-    for name, row in scored_given(predictor, data, split).items():
-        model = name if key["model"] == "ours" else f"{key['model']} ({name})"
-        keep(results, {**row, **notes}, **{**key, "model": model})
 
 
 def baseline_options(files: list[Path], epochs: int, network_seconds: float | None) -> dict[str, dict[str, Any]]:

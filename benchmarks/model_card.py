@@ -3,11 +3,17 @@
     python benchmarks/model_card.py --card cdmpp/predictor/weights/default/README.md --json model_card.json
 
 Every figure is computed here, on the test part of the split that the predictor was trained with; those of ``--json`` have
-95 % intervals over tasks.
+95 % intervals over tasks. ``in interval`` is the part of the labels that the predictor's 90 % intervals hold. ``operators`` are
+tasks by the operator that takes most of them; ``no training task within 1.26`` are those without one of the same operators and
+ranks whose every extent is within that ratio.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -16,12 +22,14 @@ import common
 import numpy as np
 
 from cdmpp.dataset.split import architecture
-from cdmpp.predictor import Predictor, TrainingData, evaluate, gather
-from cdmpp.predictor.evaluation import rows_to_score
+from cdmpp.predictor import Predictor, TrainingData, gather
+from cdmpp.predictor.evaluation import rows_to_score, score
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.predictor import load_predictor
+from cdmpp.predictor.uncertainty import interval_metrics
+from cdmpp.program import import_tvm
+from cdmpp.program.types import Task
 
-Scores = dict[str, Any]
 _COLUMNS = (
     ("n", "n", "{:d}"),
     ("mape", "MAPE", "{:.1%}"),
@@ -30,117 +38,119 @@ _COLUMNS = (
     ("top1_regret", "top-1 regret", "{:.1%}"),
     ("top1_regret_of_32", "of 32", "{:.1%}"),
     ("noise_floor_mape", "noise floor", "{:.1%}"),
+    ("in interval", "in interval", "{:.1%}"),
 )
+#: Operators that tasks are grouped by: of those that are fused the first of these.
+_OPERATORS = ("conv", "matmul", "dense", "pool", "softmax", "norm", "mean", "sum")
+#: Extents within this ratio make tasks near.
+_NEAR, _FAR = 1.26, "no training task within 1.26"
 
 
-def table(groups: dict[str, dict[str, Any]], what: str) -> str:
-    """Markdown, a line a group."""
-    lines = [[what, *(title for _, title, _ in _COLUMNS)]]
+def table(groups: dict[str, dict[str, Any]], kind: str = "") -> str:
+    """Markdown, a line a group of a kind."""
+    lines = [[kind, *(title for _, title, _ in _COLUMNS)]]
     for name, scores in groups.items():
-        cells = [form.format(scores[k]) if scores.get(k) is not None else "-" for k, _, form in _COLUMNS]
-        lines.append([name, *cells])
+        if name.startswith(kind) and "@s" not in name and (kind or name == "all"):
+            cells = [form.format(scores[k]) if scores.get(k) is not None else "-" for k, _, form in _COLUMNS]
+            lines.append([name.removeprefix(kind).strip(), *cells])
     return common.markdown_table(lines)
 
 
-def card(predictor: Predictor, scores: Scores, compiled: Scores | None, elsewhere: Scores | None) -> str:
-    """``model_card.md`` filled in; the scores with compiled code and with latencies elsewhere may be missing."""
-    training, groups = predictor.training, scores["groups"]
-    networks = sorted({architecture(name) for name in training["networks"]})
-    others = sum("@" in name for name in training["networks"])
-    resized = f", {others} times at other sizes or batches" if others else ""
-    parts = {"intervals": "", "compiled": "", "elsewhere": ""}
-    interval = scores["overall"]["interval"]
-    if interval is not None:
-        parts["intervals"] = (
-            f"Its {interval['coverage']:.0%} intervals held {interval['covered']:.1%} of these measurements. "
-            "Validation tasks and tasks of new networks are not exchangeable, so this may be off for yours.\n\n"
-        )
-    if compiled is not None:
-        by_device = compiled["groups"]["device"].items()
-        cpus = {name: found for name, found in by_device if predictor.device(name).kind == "cpu"}
-        parts["compiled"] = (
-            "### Told the instructions of the compiled programs\n\n"
-            "The same records of CPUs, each program compiled (not run) and its instructions counted: "
-            f"`predict(..., compiled=True)`. Of {compiled['n_compiled']:,} the counts were at hand, the others are "
-            "predicted without.\n\n"
-            f"{table(cpus, 'device')}\n\n"
-        )
-    if elsewhere is not None:
-        held = elsewhere["overall"]["interval"]
-        of_held = f"\nIntervals of {held['coverage']:.0%} held {held['covered']:.1%} of them." if held else ""
-        parts["elsewhere"] = (
-            "### Told what the programs took on other devices\n\n"
-            "The same records, each program's latencies on the other devices of its kind given: `predict(..., measured=...)`. "
-            f"{elsewhere['n_measured']:,} of the programs were measured elsewhere, the others are predicted without."
-            f"{of_held}\n\n"
-            f"{table(elsewhere['groups']['device'], 'device')}\n\n"
-        )
+def card(predictor: Predictor, ast: dict[str, Any], **told: Any) -> str:
+    """``model_card.md`` filled in with scores by group; those with compiled code and with latencies elsewhere as ``told``."""
+    training = predictor.training
+    names = training["networks"]
+    networks, resized = sorted({architecture(name) for name in names}), sum("@" in name for name in names)
     shortest, longest = training["latency_s_range"]
-    template = Template(Path(__file__).with_suffix(".md").read_text(encoding="utf-8"))
-    return template.substitute(
-        parts,
+    return Template(Path(__file__).with_suffix(".md").read_text(encoding="utf-8")).substitute(
+        {name: table(groups, "device") for name, groups in told.items()},
         size=f"{sum(t.numel() for t in predictor.network.parameters()) / 1e6:.1f}",
-        members=f"{1 + len(predictor.members)}",
+        members=1 + len(predictor.members),
         feature_set=predictor.encoder.feature_set,
-        epochs=training["epochs"],
-        seed=training["seed"],
         records=f"{training['records']:,}",
         programs=f"{training['programs']:,}",
         tasks=f"{len(training['tasks']):,}",
-        networks=f"{len(networks)} networks{resized}: {', '.join(networks)}",
+        networks=f"{len(networks)} networks, {resized} times at other sizes or batches: {', '.join(networks)}",
         devices="\n".join(f"- {name}: {n:,} labels" for name, n in training["records_by_device"].items()),
         shortest=f"{shortest:.2g}",
         longest=f"{longest:.2g}",
-        split=training["split"],
-        all=table({"all": scores["overall"]}, ""),
-        by_network=table({name: own for name, own in groups["network"].items() if "@" not in name}, "network"),
-        by_family=table(groups["family"], "family"),
-        by_device=table(groups["device"], "device"),
+        all=table(ast),
+        **{name: training[name] for name in ("epochs", "seed", "split")},
+        **{f"by_{kind}": table(ast, kind) for kind in ("network", "family", "device", "operators")},
     )
 
 
-def figures(
-    name: str, scores: Scores, data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray
-) -> list[common.Figure]:
-    """Of all test records and of every group, with intervals over tasks."""
-    groups = {name: (scores["overall"], np.arange(len(rows)))}
-    for grouping, found in scores["groups"].items():
-        members = data.members(grouping, rows)
-        for group, own in found.items():
-            if "@" not in group or grouping == "device":
-                inside = np.flatnonzero([group in names for names in members])
-                groups[f"{name}, {grouping} {group}"] = (own, inside)
-    return [
-        common.figure(
-            title,
-            {metric: own.get(metric) for metric in common.TITLES},
-            own["n"],
-            interval=common.accuracy_intervals(data.labels.iloc[rows[inside]], predicted_s[inside]),
-        )
-        for title, (own, inside) in groups.items()
-    ]
+def structure(task: Task) -> tuple[tuple[Any, ...], np.ndarray]:
+    """The fused operators of a task and the ranks of its parameters, and the logarithms of all their extents."""
+    shapes = [[int(extent) for extent in param.shape] for param in import_tvm().ir.load_json(task.tir_json).params]
+    return (re.sub(r"\d+", "", task.name), *map(len, shapes)), np.log([extent for shape in shapes for extent in shape])
+
+
+def far_tasks(tasks: Iterable[Task], known: Iterable[Task]) -> set[str]:
+    """Hashes of the tasks that none of the known ones is near."""
+    alike = defaultdict(list)
+    for task in known:
+        name, extents = structure(task)
+        alike[name].append(extents)
+    found = set()
+    for task in tasks:
+        name, extents = structure(task)
+        apart = [np.abs(other - extents).max(initial=0.0) for other in alike[name]]
+        if min(apart, default=np.inf) > np.log(_NEAR):
+            found.add(task.hash)
+    return found
+
+
+def grouped(predictor: Predictor, data: TrainingData, rows: np.ndarray, kinds: Iterable[str]) -> dict[str, np.ndarray]:
+    """Name -> which of the rows are of a group, bool (n,): all, those of ``kinds``, by operator, and what is far."""
+    assert data.view is not None
+    task, tasks = data.labels["task"].iloc[rows], data.view.tasks
+    far = far_tasks([tasks[t] for t in set(task)], [tasks[t] for t in predictor.training["tasks"] if t in tasks])
+    found = {"all": np.ones(len(rows), dtype=bool), _FAR: task.isin(far).to_numpy()}
+    of_task = {t: next((name for name in _OPERATORS if name in tasks[t].name), "others") for t in set(task)}
+    found |= {f"operators {name}": (task.map(of_task) == name).to_numpy() for name in (*_OPERATORS, "others")}
+    for kind in kinds:
+        members = data.members(kind, rows)
+        for name in sorted({name for names in members for name in names}):
+            found[f"{kind} {name}"] = np.array([name in names for names in members])
+    return {name: inside for name, inside in found.items() if inside.any()}
 
 
 def main() -> None:
     args = common.arguments(__doc__, __file__).parse_args()
     predictor = load_predictor(args.predictor)
     data = gather(args.data)
-    _, rows = rows_to_score(predictor, data, None)
-    scores = evaluate(predictor, data, by=("network", "family", "device"))
-    found = figures("from the AST", scores, data, rows, predictor.predict_rows(data, rows))
-    given: dict[str, Scores | None] = {"compiled": None, "measured": None}
-    for option, name, knows in (
-        ("compiled", "with compiled code", predictor.encoder.code_dim),
-        ("measured", "with latencies elsewhere", predictor.scaling and data.labels["device"].nunique() > 1),
+    split, rows = rows_to_score(predictor, data, None)
+    groups = grouped(predictor, data, rows, ("network", "family", "device"))
+    figures, told = [], {}
+    for title, key, given in (
+        ("from the AST", "ast", {}),
+        ("with compiled code", "compiled", {"compiled": True}),
+        ("with latencies elsewhere", "elsewhere", {"measured": True}),
     ):
-        if knows:
-            given[option] = own = evaluate(predictor, data, by=("device",), **{option: True})
-            predicted_s = predictor.predict_rows(data, rows, Evidence.of_rows(data, rows, **{option: True}))
-            found += figures(name, own, data, rows, predicted_s)
+        evidence = Evidence.of_rows(data, rows, **given)
+        known = evidence.known(len(rows)) if given else np.ones(len(rows), dtype=bool)
+        predicted_s = predictor.predict_rows(data, rows, evidence)
+        difficulty = predictor.difficulty(predictor.pairs_of_rows(data, rows, evidence))
+        told[key] = scores = {}
+        for name, inside in groups.items():
+            if given and name.startswith(("network", "family")):
+                continue
+            labels, own_s = data.labels.iloc[rows[inside]], predicted_s[inside]
+            interval = interval_metrics(
+                partial(predictor.calibration_of, evidence), labels["latency_s"][known[inside]], own_s[known[inside]],
+                labels["task"][known[inside]], labels["device"][known[inside]], difficulty=difficulty[inside & known],
+            ) if (inside & known).any() else None  # fmt: skip
+            scores[name] = own = score(data, rows[inside], own_s, ())["overall"]
+            own["in interval"] = None if interval is None else interval["covered"]
+            if "@s" not in name and "@b" not in name:
+                shown, ends = f"{title}, {name}".removesuffix(", all"), common.accuracy_intervals(labels, own_s)
+                values = {metric: own.get(metric) for metric in (*common.TITLES, "in interval")}
+                figures.append(common.figure(shown, values, own["n"], interval=ends))
     if args.card:
-        args.card.write_text(card(predictor, scores, given["compiled"], given["measured"]), encoding="utf-8")
+        args.card.write_text(card(predictor, **told), encoding="utf-8")
     made = common.provenance(__file__, args.data, args.predictor, [predictor.training["seed"]])
-    common.report(args.json, made, found, split=scores["split"])
+    common.report(args.json, made, figures, split=split)
 
 
 if __name__ == "__main__":
