@@ -99,9 +99,9 @@ def scores(table: pd.DataFrame, seed: int) -> Iterator[Row]:
     predicted["cdmpp"] = np.log(table["left_out_s"].to_numpy())
     predicted["mechanism alone"] = np.log(table["left_out_estimate_s"].to_numpy())
     size = pd.cut(np.exp(predicted["roofline"]), [0.0, 1e-5, 1e-4, math.inf], labels=SIZE_CLASSES[1:])
-    table = table.assign(kind=kinds(table), size=size.astype(str))
-    by = ["kind", "dtype", "device", "size"]
-    groups: Any = itertools.chain(table.assign(size=SIZE_CLASSES[0]).groupby(by), table.groupby(by))
+    table, by = table.assign(kind=kinds(table), size=size), ["kind", "dtype", "device", "size"]
+    parts = (table.assign(size=SIZE_CLASSES[0]), table)
+    groups: Any = itertools.chain.from_iterable(part.groupby(by, observed=True) for part in parts)
     for (kind, dtype, device, size_class), part in groups:
         for model in MODELS:
             logs = predicted.loc[part.index, model].dropna()

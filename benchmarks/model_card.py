@@ -4,8 +4,8 @@
 
 Every figure is computed here, on the test part of the split that the predictor was trained with; those of ``--json`` have
 95 % intervals over tasks. ``in interval`` is the part of the labels that the predictor's 90 % intervals hold. ``operators`` are
-tasks by the operator that takes most of them; ``no training task within 1.26`` are those without one of the same operators and
-ranks whose every extent is within that ratio.
+tasks by the heaviest operator that is fused into them; ``no training task within 1.26`` are those without one of the same
+operators and ranks whose every extent is within that ratio.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COLUMNS = (
     ("noise_floor_mape", "noise floor", "{:.1%}"),
     ("in interval", "in interval", "{:.1%}"),
 )
-#: Operators that tasks are grouped by: of those that are fused the first of these.
+#: Operators that tasks are grouped by, the heaviest first.
 _OPERATORS = ("conv", "matmul", "dense", "pool", "softmax", "norm", "mean", "sum")
 #: Extents within this ratio make tasks near.
 _NEAR, _FAR = 1.26, "no training task within 1.26"

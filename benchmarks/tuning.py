@@ -279,7 +279,7 @@ def main() -> None:
         both = {
             (task, seed): (rows[task, seed, base], row)
             for (task, seed, name), row in rows.items()
-            if name == run and "final_s" in row and "final_s" in rows[task, seed, base]
+            if name == run and "final_s" in row and "final_s" in rows.get((task, seed, base), ())
         }
         measures: dict[str, Callable[[Row, Row], dict[str, float]]] = {f"cdmpp over {run}": compare}
         if run == "trimmed":
