@@ -21,7 +21,6 @@ from cdmpp.predictor.checkpoint import load_fields, save_fields
 from cdmpp.predictor.encoding import COMPILED, Correction, FeatureEncoder, LabelTransform, PairArrays
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, check_one_kind, combine
 from cdmpp.predictor.network import LatencyNetwork, correction_inputs, predict_labels
-from cdmpp.predictor.operators import load_operator_model
 from cdmpp.predictor.uncertainty import ALL_DEVICES, Calibration, Familiarity, check_coverage
 from cdmpp.program import import_tvm
 from cdmpp.program.ast import CompactAST, compact_asts
@@ -508,6 +507,8 @@ def _checked_seconds(values: ArrayLike, n: int, device: str) -> NDArray[np.float
 
 
 def _of_operators(table: pd.DataFrame, device: str | Device, more: Any) -> tuple[NDArray[np.float64], ...]:
+    from cdmpp.predictor.operators import load_operator_model
+
     if more:
         raise PredictorError(f"library operators take no compiled code or latencies; intervals are of {COVERAGE:g}")
     return load_operator_model("default", get_device(device).kind).interval(table, device)

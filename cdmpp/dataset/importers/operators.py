@@ -26,6 +26,8 @@ _PEAK = {"float32": ("float32", "float32_matrix", "tfloat32_matrix"), "float16":
          "bfloat16": ("bfloat16_matrix", "float16_matrix", "bfloat16"), "fp8": ("float8_matrix",),
          "int8": ("int8_matrix", "int8"), "nvfp4": ("float4_matrix",)}  # fmt: skip
 _PEAK |= {"fp8_block": _PEAK["fp8"], "fp8_static": _PEAK["fp8"], "sq": _PEAK["int8"], "int4_wo": _PEAK["bfloat16"]}
+#: What PipeWeave means, by its hardware/*.json.
+_PIPEWEAVE_NAMES = {"A100": "a100-sxm4-80gb", "H100": "h100-sxm", "H800": "h800"}
 #: A card that ran at half its clock: compute-bound kernels take 2.2 to 2.5 times as long as those of a Vega 64, products reach
 #: half the peak. It is learned from as half a device.
 _MIOPEN_NAMES = {"Vega 56": "vega-56@0.5"}
@@ -54,7 +56,7 @@ def import_operators(
         number_of, frame = frame.index.to_numpy() + 1, frame.reset_index(drop=True)
         part = operator_table(_READERS[kind](frame, found))
         names = _text(frame, "system" if "system" in frame else "device")
-        names = names.replace(_MIOPEN_NAMES if source == "miopen" else {})
+        names = names.replace({"pipeweave": _PIPEWEAVE_NAMES, "miopen": _MIOPEN_NAMES}.get(source, {}))
         devices = found.resolve(names, path)
         part["device"] = [devices[str(name)].name for name in names]
         _refuse_impossible(part, {device.name: device for device in devices.values()}, path, number_of)
