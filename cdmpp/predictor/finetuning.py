@@ -323,8 +323,8 @@ def _train(job: _Job, stop: NDArray[np.bool_], fits: Mapping[str, Fit], progress
     # by how much a device that is new to it is slower than it expects; of one that it knows, and of a GPU predicted from what
     # GPUs share, training starts from another prediction, that of all that is known of it
     found = fits[AST].correction
-    known = name in base.devices or base.uses_general_features_only(data.devices[name])
-    shift = 0.0 if known or found is None else found.constant
+    another = name in base.devices or base.uses_general_features_only(data.devices[name])
+    shift = 0.0 if another or found is None else found.constant
     factor = np.where(labels["device"].iloc[rows] == name, math.exp(shift), 1.0)
     arrays = replace(arrays, latency_s=arrays.latency_s / factor)
     ends = np.cumsum([len(part) for part in parts])

@@ -506,7 +506,7 @@ def _checked_seconds(values: ArrayLike, n: int, device: str) -> NDArray[np.float
     return seconds
 
 
-def _of_operators(table: pd.DataFrame, device: str | Device, more: Any) -> tuple[NDArray[np.float64], ...]:
+def _of_operators(table: pd.DataFrame, device: str | Device, more: Any) -> tuple[Any, Any, Any]:
     from cdmpp.predictor.operators import load_operator_model
 
     if more:

@@ -18,7 +18,6 @@ from cdmpp.dataset.operators import write_operators
 from cdmpp.device import get_device, load_table
 from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
 from cdmpp.errors import NetworkError, PredictorError, ProgramError
-from cdmpp.predictor import Predictor, predict
 from cdmpp.predictor.measurements import candidates, choose, teach
 from cdmpp.predictor.mechanism import Constants, mechanism, pipe, without_unit
 from cdmpp.predictor.operators import (
@@ -37,6 +36,7 @@ from cdmpp.predictor.operators import (
     training_table,
     with_what_was_measured,
 )
+from cdmpp.predictor.predictor import Predictor, predict
 from cdmpp.program.operators import attention, operator_table, work
 from tests.samples.command import Command
 
