@@ -50,7 +50,7 @@ def table(groups: dict[str, dict[str, Any]], kind: str = "") -> str:
     """Markdown, a line a group of a kind."""
     lines = [[kind, *(title for _, title, _ in _COLUMNS)]]
     for name, scores in groups.items():
-        if name.startswith(kind) and "@s" not in name and (kind or name == "all"):
+        if name.startswith(kind or "all"):
             cells = [form.format(scores[k]) if scores.get(k) is not None else "-" for k, _, form in _COLUMNS]
             lines.append([name.removeprefix(kind).strip(), *cells])
     return common.markdown_table(lines)
@@ -111,7 +111,7 @@ def grouped(predictor: Predictor, data: TrainingData, rows: np.ndarray, kinds: I
     found |= {f"operators {name}": (task.map(of_task) == name).to_numpy() for name in (*_OPERATORS, "others")}
     for kind in kinds:
         members = data.members(kind, rows)
-        for name in sorted({name for names in members for name in names}):
+        for name in sorted({name for names in members for name in names if kind == "device" or "@" not in name}):
             found[f"{kind} {name}"] = np.array([name in names for names in members])
     return {name: inside for name, inside in found.items() if inside.any()}
 
@@ -129,7 +129,7 @@ def main() -> None:
         ("with latencies elsewhere", "elsewhere", {"measured": True}),
     ):
         evidence = Evidence.of_rows(data, rows, **given)
-        known = evidence.known(len(rows)) if given else np.ones(len(rows), dtype=bool)
+        known = evidence.known(len(rows))
         predicted_s = predictor.predict_rows(data, rows, evidence)
         difficulty = predictor.difficulty(predictor.pairs_of_rows(data, rows, evidence))
         told[key] = scores = {}
@@ -143,10 +143,9 @@ def main() -> None:
             ) if (inside & known).any() else None  # fmt: skip
             scores[name] = own = score(data, rows[inside], own_s, ())["overall"]
             own["in interval"] = None if interval is None else interval["covered"]
-            if "@s" not in name and "@b" not in name:
-                shown, ends = f"{title}, {name}".removesuffix(", all"), common.accuracy_intervals(labels, own_s)
-                values = {metric: own.get(metric) for metric in (*common.TITLES, "in interval")}
-                figures.append(common.figure(shown, values, own["n"], interval=ends))
+            shown, ends = f"{title}, {name}".removesuffix(", all"), common.accuracy_intervals(labels, own_s)
+            values = {metric: own.get(metric) for metric in (*common.TITLES, "in interval")}
+            figures.append(common.figure(shown, values, own["n"], interval=ends))
     if args.card:
         args.card.write_text(card(predictor, **told), encoding="utf-8")
     made = common.provenance(__file__, args.data, args.predictor, [predictor.training["seed"]])
