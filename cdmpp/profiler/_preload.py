@@ -19,4 +19,6 @@ del sys.modules["torch"]
 
 import cdmpp.profiler.arguments
 import cdmpp.profiler.cpu
-import cdmpp.program.codegen.compile  # noqa: F401
+import cdmpp.program.codegen.compile
+import cdmpp.program.codegen.core
+import cdmpp.program.codegen.counts  # noqa: F401

@@ -376,19 +376,20 @@ class ObjectBuilder:
         self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig, cpu: Device | None = None
     ) -> None:
         from cdmpp.program.codegen import ObjectCache
+        from cdmpp.program.codegen.core import core_name, core_of
 
         folder = folder or config.work_folder()
         with (folder / f"stderr-{os.getpid()}").open("ab") as complaints:  # of C++ code, too
             os.dup2(complaints.fileno(), 2)
         import_tvm()
-        self._target, self._folder, self._cpu = dict(target), folder, cpu
+        self._target, self._folder = dict(target), folder
+        self._core = None if cpu is None else core_of(core_name(cpu))
         self._cache = ObjectCache(config.object_cache, target)
         self._rebuild = Rebuilder()
 
     def __call__(self, job: engine.BuildJob) -> SharedObject:
         from cdmpp.profiler.arguments import argument_specs
         from cdmpp.program.codegen.compile import compile_to_shared_object
-        from cdmpp.program.codegen.core import core_name, core_of
         from cdmpp.program.codegen.counts import codegen_features
 
         program = job.program.hash
@@ -402,7 +403,7 @@ class ObjectBuilder:
             else:
                 compile_to_shared_object(func, self._target, path)
                 self._cache.keep(program, path)
-            counts = None if self._cpu is None else codegen_features(path, core_of(core_name(self._cpu)))
+            counts = None if self._core is None else codegen_features(path, self._core)
             return SharedObject(program, str(path), args, job.best_s, counts=counts)
         except ProgramError as err:
             return SharedObject(program, status="invalid_config", error=str(err))

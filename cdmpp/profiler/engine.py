@@ -307,6 +307,7 @@ class Engine:
     def __enter__(self) -> Engine:
         try:
             self.measurer.open(self._build_now)
+            self._start_builders()
         except BaseException:
             self._close(kill=True)
             raise

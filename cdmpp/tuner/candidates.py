@@ -457,13 +457,16 @@ class DecisionSearch:
     def propose(self, known: Collection[str]) -> list[Candidate]:
         """The next candidates, likeliest first, none of them known, or proposed before though it was dropped; fewer where the
         spaces give no more, at last none."""
+        # the first round is half of one: it waits for nothing, and all the others overlap
+        batch = self._batch if self._proposed else -(-self._batch // 2)
         self._predict(list(self._kept))
-        self.sample(max(_FRESH * self._batch, _FIRST * self._batch - len(self._hashes)))
+        self.sample(max(_FRESH * batch, _FIRST * batch - len(self._hashes)))
         for _ in range(self._steps):
-            self._replay(self._children(_REPLAYED * self._batch))
+            self._replay(self._children(_REPLAYED * batch))
         self._steps = _LATER
         likeliest = sorted(self._kept, key=self._log_s.__getitem__)
-        chosen = self._chosen([digest for digest in likeliest if digest not in known and digest not in self._proposed])
+        new = [digest for digest in likeliest if digest not in known and digest not in self._proposed]
+        chosen = self._chosen(new, batch)
         self._proposed.update(chosen)
         self.counts.proposed += len(chosen)
         found = [self._tuner.candidate(self._kept[digest][1].sch) for digest in chosen]
@@ -471,13 +474,13 @@ class DecisionSearch:
             del self._kept[digest]
         return found
 
-    def _chosen(self, likeliest: Sequence[str]) -> list[str]:
+    def _chosen(self, likeliest: Sequence[str], batch: int) -> list[str]:
         """A batch: the likeliest, and a few of the spaces that least was proposed of."""
-        few = round(_ELSEWHERE * self._batch) if len(self._spaces) > 1 else 0
+        few = round(_ELSEWHERE * batch) if len(self._spaces) > 1 else 0
         space_of = {digest: self._kept[digest][0][0] for digest in likeliest}
-        chosen, rest = list(likeliest[: self._batch - few]), list(likeliest[self._batch - few :])
+        chosen, rest = list(likeliest[: batch - few]), list(likeliest[batch - few :])
         self._of_space.update(space_of[digest] for digest in chosen)
-        while rest and len(chosen) < self._batch:
+        while rest and len(chosen) < batch:
             digest = min(rest, key=lambda other: self._of_space[space_of[other]])
             rest.remove(digest)
             chosen.append(digest)

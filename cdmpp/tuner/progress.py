@@ -191,7 +191,7 @@ class Progress:
         self.known: dict[str, float | None] = store.outcomes()
         #: CPU seconds of searches in other processes.
         self.elsewhere_s = 0.0
-        #: Programs that were chosen to be measured and are not yet.
+        #: Programs that may be measured, or will be, and are not yet.
         self._under_way = 0
         self._energy = energy
         #: Of earlier runs; None where they were not counted, and so cannot be all of this tuning.
@@ -278,9 +278,9 @@ class Progress:
         state.dropped += dropped
         return number
 
-    def release(self, number: int) -> None:
-        """So many of the programs that were chosen are not going to be measured."""
-        self._under_way -= number
+    def plan(self, number: int) -> None:
+        """So many programs more may be measured; fewer, below 0."""
+        self._under_way += number
 
     def enter(self, task: int, outcome: Outcome) -> None:
         """Count an outcome, and keep it."""

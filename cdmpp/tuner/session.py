@@ -6,7 +6,7 @@ import functools
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 Models = tuple[Any, "ValidityGuard | None"]
 
-#: Rounds of different tasks under way at a time: one is searched for while another is measured.
+#: Rounds under way at a time: one is searched for while another is compiled and measured.
 _DEPTH = 2
 
 
@@ -40,7 +40,6 @@ _DEPTH = 2
 class _Round:
     """Candidates of one task on their way through measuring."""
 
-    task: int
     futures: list[Future[Outcome]]
     dropped: int
     #: Only those are measured that are measured in any case.
@@ -211,7 +210,9 @@ class TuningSession:
     ) -> None:
         self.tuners, self.searches = tuners, searches
         self._measurer, self._progress, self._config = measurer, progress, config
-        self._under_way = deque[_Round]()
+        #: Tasks, and their rounds once it is chosen what is measured of them.
+        self._under_way = deque[tuple[int, Future[_Round]]]()
+        self._background = ThreadPoolExecutor(_DEPTH, "chooser")
         #: Trials that it has for certain and has not begun.
         self.reserved = 0
         #: Those that share the limits.
@@ -221,20 +222,21 @@ class TuningSession:
         """Tune until the objective is reached, or until there is nothing more to try; says which."""
         progress, others = self._progress, set(range(len(self._progress.states))) - self.tuners.keys()
         self._leave_alone()
-        while (reason := progress.reached(self._reserved())) is None:
-            task = next_task(progress.states, [*others, *(r.task for r in self._under_way)])
-            if task is None and not self._under_way:
-                return "nothing more to try"
-            if task is None and self._config.own_search:  # another round before the last one's labels are there
-                task = next_task(progress.states, [*others])
-            if task is not None:
-                self._begin_round(task)
-            if self._under_way and (task is None or len(self._under_way) >= _DEPTH):
-                self._end_round(self._under_way.popleft())
-        while self._under_way:
-            self._end_round(self._under_way.popleft())
-        progress.tick()
-        return reason
+        try:
+            while True:
+                reason, task = progress.reached(self._reserved()), None
+                if reason is None:
+                    task = next_task(progress.states, [*others, *(task for task, _ in self._under_way)])
+                    if task is None and self._config.own_search:  # another round before the last one's labels are there
+                        task = next_task(progress.states, [*others])
+                if task is not None:
+                    self._begin_round(task)
+                elif not self._under_way:
+                    return reason or "nothing more to try"
+                if self._under_way and (task is None or len(self._under_way) >= _DEPTH):
+                    self._end_round()
+        finally:
+            self._background.shutdown(wait=False, cancel_futures=True)
 
     def _reserved(self) -> int:
         """Trials that others still have for certain."""
@@ -242,54 +244,59 @@ class TuningSession:
 
     def abandon(self, why: str) -> None:
         """Give all tasks up, and what is being measured."""
+        rounds = [chosen.result() for _, chosen in self._under_way]
         with self._progress.lock:
-            self._progress.release(sum(len(begun.futures) for begun in self._under_way))
+            self._progress.plan(-sum(len(begun.futures) for begun in rounds))
             for task in self.tuners:
                 self._progress.give_up(task, why)
 
     def _begin_round(self, task: int) -> None:
-        """Search, drop, and hand the rest over."""
+        """Search; what is found is compiled and measured in the background."""
         progress, state = self._progress, self._progress.states[task]
-        first = not state.history and not state.measured and not any(r.task == task for r in self._under_way)
+        first = not state.history and not state.measured and all(other != task for other, _ in self._under_way)
         found = self.searches.propose(self.tuners[task].task.hash, state.latency_s, first)
-        if found is None:
-            with progress.lock:
+        with progress.lock:
+            if found is None:
                 progress.give_up(task, "its space gives no more valid programs")
-            return
-        proposed, good = found
+                return
+            progress.plan(len(found[0]))  # until it is chosen what is measured
+        self._under_way.append((task, self._background.submit(self._chosen, task, *found)))
+
+    def _chosen(self, task: int, proposed: Sequence[BuildJob], good: Sequence[bool]) -> _Round:
+        """Drop what is not worth measuring, and hand the rest over."""
+        progress = self._progress
         worth, build_s = self._measurer.worth(proposed, good, progress.time_left_s)
         with progress.lock:
+            progress.plan(-len(proposed))
             progress.costs.build_s += build_s
             fresh = [pair for pair in zip(proposed, worth, strict=True) if pair[0].program.hash not in progress.known]
             worth = [good for _, good in fresh]
             worth = worth[: progress.claim(task, worth, self._reserved())]
             self.reserved = max(0, self.reserved - len(worth))
-            best_s = None if self._config.trim is None else state.latency_s
+            best_s = None if self._config.trim is None else progress.states[task].latency_s
             jobs = [replace(job, best_s=best_s) for (job, _), good in zip(fresh, worth, strict=False) if good]
             progress.known.update((job.program.hash, None) for job in jobs)
         # what the compiled code decides is no judgement of the task
         hopeless = sum(good) < len(good) and sum(good) <= math.ceil(KEPT * len(good))
-        begun = _Round(task, self._measurer.submit(jobs), len(worth) - len(jobs), hopeless)
-        if jobs:
-            self._under_way.append(begun)
-        else:
-            self._end_round(begun)
+        return _Round(self._measurer.submit(jobs), len(worth) - len(jobs), hopeless)
 
-    def _end_round(self, begun: _Round) -> None:
-        """Wait for the outcomes, as long as the budget allows, and learn from them."""
-        progress = self._progress
+    def _end_round(self) -> None:
+        """Wait for the outcomes of the oldest round, as long as the budget allows, and learn from them."""
+        progress, (task, chosen) = self._progress, self._under_way[0]
+        begun = chosen.result()
+        self._under_way.popleft()
         done = [
             outcome for outcome in in_time(self._measurer, begun.futures, progress.time_left_s) if outcome is not None
         ]
         with progress.lock:
             for outcome in done:
-                progress.enter(begun.task, outcome)
-        self.searches.learn(self.tuners[begun.task].task.hash, done)
+                progress.enter(task, outcome)
+        self.searches.learn(self.tuners[task].task.hash, done)
         # A resumed search proposes what was measured before once more: such a round says nothing.
         if done or begun.dropped:
             error = next((f"{o.status}: {o.error}" for o in done if o.error), "")
             with progress.lock:
-                progress.end_round(begun.task, sum(o.latency_s is not None for o in done), begun.hopeless, error)
+                progress.end_round(task, sum(o.latency_s is not None for o in done), begun.hopeless, error)
 
     def _leave_alone(self) -> None:
         """Do not begin tasks that are not worth a trial."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -49,23 +49,27 @@ def _facts() -> Mapping[str, Any]:
 
 
 @cache
-def _names_of_cores() -> frozenset[str]:
+def _table() -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Rows by core; none of those that have another's."""
     import pyarrow.parquet as pq
 
-    of_table = pq.read_table(_FOLDER / "cores.parquet", columns=["core"])["core"].unique().to_pylist()
-    return frozenset((*of_table, *(name for name, facts in _facts()["cores"].items() if "rows_of" in facts)))
+    found: dict[str, list[Mapping[str, Any]]] = {
+        name: [] for name, facts in _facts()["cores"].items() if "rows_of" in facts
+    }
+    # ``read_table`` would import pandas, which takes every builder half a second
+    for row in pq.ParquetFile(_FOLDER / "cores.parquet").read().to_pylist():
+        found.setdefault(row["core"], []).append(row)
+    return found
 
 
 @cache
 def _rows(core: str) -> dict[str, Cost]:
-    import pyarrow.parquet as pq
-
     facts = _facts()["cores"].get(core, {})
     found = {}
     if "rows_of" in facts:
         found = _rows(facts["rows_of"])
     else:
-        for row in pq.read_table(_FOLDER / "cores.parquet", filters=[("core", "=", core)]).to_pylist():
+        for row in _table()[core]:
             uses = tuple(_use(term) for term in row["ports"].split())
             found[row["instruction"]] = Cost(float(row["latency"]), float(row["micro_ops"]), uses)
     return _rows_unlike(found, facts) if "units" in facts else found
@@ -96,7 +100,7 @@ def _rows_unlike(rows: Mapping[str, Cost], facts: Mapping[str, Any]) -> dict[str
 def core_name(device: Device) -> str:
     """The core of the table that runs code as a CPU does; where it is not there the nearest of its vendor, with a warning."""
     name: str = _facts()["core_of"].get(device.arch, device.arch)
-    if name in _names_of_cores():
+    if name in _table():
         return name
     nearest: str = _facts()["nearest"].get(device.vendor, "haswell")
     _warn(f"no table of instructions for {device.arch or device.name}: that of {nearest} is used")
