@@ -162,19 +162,25 @@ class Searches:
         untuned, search = tuner.untuned_candidate(), self._begun(task)
         if untuned is None or search is None:
             return 1.0
-        best = min(search.sample(self._config.batch), default=math.inf)
+        best = min(search.sample(0), default=math.inf)
         if not math.isfinite(best):
             return 1.0
         return 1.0 - min(1.0, math.exp(best - self._log_s(tuner.context, [untuned.measure])[0]))
 
+    def prepare(self) -> None:
+        """Begin the searches of all tasks: what can be done before anything is measured."""
+        for task in self._by_hash if self._config.own_search else ():
+            self._begun(task)
+
     def _begun(self, task: str) -> DecisionSearch | None:
-        """A task's search."""
+        """A task's search; ours has drawn a few programs."""
         if task not in self._searches:
             tuner, config = self._by_hash[task], self._config
             if config.own_search:
                 score = functools.partial(self._log_s, tuner.context)
                 parents = self._parents.pop(task, [])
-                self._searches[task] = DecisionSearch(tuner, score, config.batch, config.seed, parents)
+                self._searches[task] = search = DecisionSearch(tuner, score, config.batch, config.seed, parents)
+                search.sample(config.batch)
             else:
                 from cdmpp.tuner.cost_model import GuardedModel
 
@@ -313,11 +319,14 @@ class TuningSession:
                 self._progress.give_up(task, why)
 
 
-def measure_untuned(tuners: Sequence[TaskTuner], measurer: Measurer, progress: Progress) -> None:
+def measure_untuned(
+    tuners: Sequence[TaskTuner], measurer: Measurer, progress: Progress, meanwhile: Callable[[], None] = lambda: None
+) -> None:
     """Measure the untuned tasks: what tuning starts from. They are no trials."""
     untuned = enumerate(tuner.untuned() for tuner in tuners)
     jobs = {task: job for task, job in untuned if job is not None and job.program.hash not in progress.known}
     futures = measurer.submit(list(jobs.values()))
+    meanwhile()
     for task, outcome in zip(jobs, in_time(measurer, futures, progress.time_left_s), strict=True):
         if outcome is not None:
             progress.enter(task, outcome)

@@ -168,7 +168,7 @@ class _Tuning:
             if cores is None:
                 searches = session.Searches(tuners, models, config, store.database, store.commit)
                 searches.begin(store.dataset, progress.known, self._earlier, device, self.say)
-                session.measure_untuned(tuners, measurer, progress)
+                session.measure_untuned(tuners, measurer, progress, searches.prepare)
                 stopped = session.TuningSession(dict(enumerate(tuners)), searches, measurer, progress, config).run()
                 learned = searches.describe()
                 session.measure_close_again(store, device, tuners, measurer, progress, self.say)
