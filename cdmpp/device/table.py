@@ -125,7 +125,8 @@ def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
     brand = _brand(facts.model_name)
     name = "-".join(part for part in (brand, arch) if part and part != vendor) or "cpu"
     x86 = facts.machine in ("x86_64", "AMD64")
-    simd_bits, fma = _x86_simd(facts.flags) if x86 else _arm_simd(arch, facts.flags)
+    bits = 512 if "avx512f" in facts.flags else 256 if "avx" in facts.flags else 128
+    simd_bits, fma = (bits, "fma" in facts.flags) if x86 else _arm_simd(arch, facts.flags)
     mcpu = _usable_mcpu(arch, wanted, facts.flags) if x86 else wanted
     hidden = f"-{mcpu}" if wanted and mcpu != wanted else ""
     return Device(
@@ -193,11 +194,6 @@ def _usable_mcpu(arch: str, wanted: str, flags: frozenset[str]) -> str:
             break
         best = level
     return best
-
-
-def _x86_simd(flags: frozenset[str]) -> tuple[int, bool]:
-    bits = 512 if "avx512f" in flags else 256 if "avx" in flags else 128
-    return bits, "fma" in flags
 
 
 def _arm_simd(arch: str, flags: frozenset[str]) -> tuple[int | None, bool | None]:

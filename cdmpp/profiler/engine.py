@@ -391,8 +391,6 @@ class Engine:
 
     def _build(self) -> None:
         """Give jobs to the builders that are idle."""
-        if self._to_build:
-            self._start_builders()
         for worker in self._builders:
             if worker.load is None and self._to_build:
                 load = self._to_build.popleft()

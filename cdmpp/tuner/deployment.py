@@ -226,8 +226,6 @@ def _serve(
         connection.send(f"{type(err).__name__}: {err}"[:500])
 
 
-# -- sampling ------------------------------------------------------------------------------------------------------
-
 #: Seconds, and whether nothing disturbed them.
 Sample = tuple[float, bool]
 

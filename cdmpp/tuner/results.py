@@ -243,9 +243,6 @@ def _check_same(folder: Path, settings: Mapping[str, Any]) -> None:
         raise DatasetError(f"{folder / DATASET_FOLDER} is missing: what was measured cannot be read")
 
 
-# -- kept for later tunings -----------------------------------------------------------------------------------------
-
-
 def kept_folder() -> Path:
     """Of the user's cache: a file a task and device, ``TASK/DEVICE.json``, with the fastest programs, their spaces and
     latencies, the device as it was, and the TVM that made it."""

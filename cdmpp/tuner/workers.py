@@ -78,9 +78,6 @@ def partition(tasks: Sequence[tuple[Task, float]], parts: int) -> list[list[int]
     return found
 
 
-# -- in a worker ---------------------------------------------------------------------------------------------------
-
-
 def run_worker(
     connection: Connection,
     cores: tuple[int, ...],
@@ -125,9 +122,6 @@ def run_worker(
             answer(getattr(searches, method)(*arguments))
     except CdmppError as err:
         answer(err)
-
-
-# -- where the workers are started ---------------------------------------------------------------------------------
 
 
 class _Remote:

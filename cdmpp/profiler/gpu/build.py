@@ -28,9 +28,6 @@ _PROLOGUE = """#ifndef __CUDACC_RTC__
 _DIMENSIONS = ("x", "y", "z")
 
 
-# -- what builders are asked for ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MeasureJob:
     """A program to measure, with at most `degree` at a time, itself included; its output is compared with a `reference`."""
@@ -154,9 +151,6 @@ def task_reference(task: Task, seed: int) -> Reference:
     arrays = [tvm.runtime.tensor(a) for a in arguments.reference_inputs(argument_specs(func), seed)]
     executable["main"](*arrays)
     return arguments.summarise_outputs(task.hash, seed, {number: arrays[number].numpy() for number in _written(func)})
-
-
-# -- scheduled programs to CUDA C++ ------------------------------------------------------------------------------
 
 
 class CudaLowering:

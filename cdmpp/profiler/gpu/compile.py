@@ -130,7 +130,10 @@ class NvrtcCompiler:
         options += [f"--include-path={folder}" for folder in self._include]
         try:
             status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
-            log = self._log(program)
+            (size,) = self._call(nvrtc.nvrtcGetProgramLogSize(program))
+            said = b" " * size
+            self._call(nvrtc.nvrtcGetProgramLog(program, said))
+            log = said.rstrip(b"\0 ").decode(errors="replace")
             if int(status) != 0:
                 raise CompileError(_first_error(log) if log else f"NVRTC: {status.name}")
             (size,) = self._call(nvrtc.nvrtcGetCUBINSize(program))
@@ -139,12 +142,6 @@ class NvrtcCompiler:
             return cubin, parse_ptxas(log)
         finally:
             nvrtc.nvrtcDestroyProgram(program)
-
-    def _log(self, program: Any) -> str:
-        (size,) = self._call(self._nvrtc.nvrtcGetProgramLogSize(program))
-        log = b" " * size
-        self._call(self._nvrtc.nvrtcGetProgramLog(program, log))
-        return log.rstrip(b"\0 ").decode(errors="replace")
 
 
 def _toolkits() -> list[str]:

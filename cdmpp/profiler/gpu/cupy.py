@@ -328,8 +328,6 @@ def _throttled(reasons: int) -> str:
     return ",".join(sorted({word for bit, word in _THROTTLE.items() if reasons & bit}))
 
 
-# -- shares ------------------------------------------------------------------------------------------------------
-
 #: Unit of partitions where the driver does not say, by major compute capability.
 _UNITS = {6: 1, 7: 2, 8: 2}
 _HOPPER_UNIT = 8

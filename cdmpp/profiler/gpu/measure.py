@@ -262,9 +262,6 @@ def _best(
     return [job_of(bundle, by_hash[h]) for h in wanted]
 
 
-# -- compiling and measuring in one go ---------------------------------------------------------------------------
-
-
 def profile_gpu(
     networks: Sequence[str],
     *,

@@ -107,9 +107,7 @@ def core_name(device: Device) -> str:
     return nearest
 
 
-@cache
-def _warn(message: str) -> None:
-    logger.warning(message)
+_warn = cache(logger.warning)
 
 
 def counts_key(device: Device) -> str:
