@@ -263,7 +263,8 @@ class Rebuilder:
         key = (space.rule, space.num_cores)
         if key not in self._contexts:
             context = _context(mod, *key)
-            self._contexts[key] = context, _postprocessors(context, self._verify)
+            # another thread's stays that was first: it is in use
+            self._contexts.setdefault(key, (context, _postprocessors(context, self._verify)))
         return _rebuilt(mod, self._insts[space.hash], program, self._contexts[key][1])
 
 
