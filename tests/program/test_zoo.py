@@ -89,10 +89,10 @@ def test_drawn_operators_are_those_of_their_number_and_all_become_tasks() -> Non
     assert first.inputs == same.inputs != other.inputs and first.family == "generated"
     tasks, others = extract_tasks([first]), extract_tasks([other])
     assert min(len(tasks), len(others)) >= 50, "an operator was taken for another or became nothing"
-    names = [task.name for task in (*tasks, *others)]
     kinds = ("conv", "matmul", "pool", "softmax", "norm", "transpose")
-    assert [kind for kind in kinds if not any(kind in name for name in names)] == []
+    assert [kind for kind in kinds if not any(kind in task.name for task in (*tasks, *others))] == []
     assert {task.hash for task in tasks}.isdisjoint(task.hash for task in others)
+    assert all("conv1d" in task.name for task in extract_tasks(["operators@s2001"])), "signals come from 2,001 on"
 
 
 @pytest.mark.parametrize("spec", ["operators", "operators@b4", "operators@s1b4"])

@@ -3,11 +3,12 @@
 A predictor learns of a task from tasks like it. Networks at more sizes bring more of what they have already; here are pools,
 norms, gates, attention, dilated, grouped and transposed convolutions, reductions and moves of data, of odd and prime extents
 and batches of 1 to 64. A draw is its number: the same one gives the same operators everywhere. Numbers from 1,001 on draw
-recurrent layers, batched products and fused attention, which came later.
+recurrent layers, batched products and fused attention, those from 2,001 on convolutions of signals, which came later.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch.nn import functional as F
 
 from cdmpp.program.zoo import TensorSpec
 
-#: Operators of a draw, and the first number that draws :meth:`_Draw.of_sequences`.
-_OPERATORS, _OF_SEQUENCES = 50, 1001
+#: Operators of a draw, and the first numbers that draw :meth:`_Draw.of_sequences` and :meth:`_Draw.signal`.
+_OPERATORS, _OF_SEQUENCES, _OF_SIGNALS = 50, 1001, 2001
 #: Most elements of a tensor, and most multiply-adds of an operator: some tens of milliseconds on a core.
 _MOST_ELEMENTS, _MOST_WORK = 1 << 21, 3e8
 
@@ -47,7 +48,8 @@ class Operators(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         draw = _Draw(np.random.default_rng([20261123, number]))
-        drawn = [draw.of_sequences() if number >= _OF_SEQUENCES else draw.operator() for _ in range(_OPERATORS)]
+        of = draw.signal if number >= _OF_SIGNALS else draw.of_sequences if number >= _OF_SEQUENCES else draw.operator
+        drawn = [of() for _ in range(_OPERATORS)]
         self.operators = nn.ModuleList(module for module, _ in drawn)
         self.shapes = [shapes for _, shapes in drawn]
 
@@ -69,12 +71,7 @@ _UNARY: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     torch.relu, torch.sigmoid, torch.tanh, torch.exp, F.gelu, F.silu, F.hardswish, F.relu6, F.softplus, F.leaky_relu,
     torch.rsqrt, torch.abs, torch.square,
 )  # fmt: skip
-
-
-def _variance(x: torch.Tensor, **of: Any) -> torch.Tensor:
-    return torch.var(x, correction=0, **of)
-
-
+_variance = functools.partial(torch.var, correction=0)
 _BINARY = (torch.add, torch.mul, torch.sub, torch.div, torch.maximum)
 
 
@@ -171,6 +168,16 @@ class _Draw:
         layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[rank - 1]
         bias = self.rng.random() < 0.5
         return self.epilogue(shape, layer(before, after, kernel, stride, padding, dilation, groups, bias))
+
+    def signal(self) -> _Operator:
+        """A convolution of a signal by a long kernel, as networks of sound begin with."""
+        while True:
+            before, after, kernel = self.one_of((1, 1, 2, 4, 16, 64)), self.between(8, 256), self.between(8, 256)
+            shape, stride = (self.batch(), before, self.between(2 * kernel, 32000)), self.between(1, 16)
+            out = shape[0] * after * ((shape[2] - kernel) // stride + 1)
+            if out * before * kernel <= _MOST_WORK and max(out, np.prod(shape)) <= _MOST_ELEMENTS:
+                break
+        return self.epilogue(shape, nn.Conv1d(before, after, kernel, stride))
 
     def transposed(self) -> _Operator:
         """A transposed convolution."""
