@@ -64,13 +64,15 @@ def test_compiled_code_says_what_a_board_measures_in_a_tuning(address: str, tmp_
         chosen, build_s = choose(self, jobs, *args)
         funcs = [Rebuilder()(job.program, job.task, job.space) for job in jobs]
         latency_s = Predictor.default().predict(funcs, BOARD, compiled=True)
-        right.append(set(np.flatnonzero(chosen)) == set(latency_s.argsort()[:2]))
+        right.append(set(np.flatnonzero(chosen)) == set(latency_s.argsort()[: len(jobs) // 4]))
         return chosen, build_s
 
     monkeypatch.setattr(ChoosingMeasurer, "worth", worth)
     config = TuneConfig(Objective(16), batch=8, trim=None, rpc=address, key="board")
     costs = tune_tasks("net", [(matmul_task(), 1.0)], device=BOARD, out=tmp_path / "t", config=config).costs
-    assert (costs.trials, costs.measurements, costs.dropped, right) == (16, 4, 12, [True, True])
+    assert (costs.trials, costs.measurements, costs.dropped, right) == (16, 4, 12, [True, True, True]), (
+        "of four, eight and eight"
+    )
 
 
 def test_compiled_code_that_tells_nothing_is_said() -> None:
