@@ -307,7 +307,6 @@ class Engine:
     def __enter__(self) -> Engine:
         try:
             self.measurer.open(self._build_now)
-            self._start_builders()
         except BaseException:
             self._close(kill=True)
             raise
@@ -325,12 +324,13 @@ class Engine:
             worker.kill()
         self.measurer.close(kill=kill)
 
-    def _start_builders(self) -> None:
+    def start_builders(self) -> None:
+        """Start the building processes before there is a job for them."""
         if not self._builders:
             self._builders = self._executor.builders(self.measurer.builder, self._count)
 
     def _build_now(self, job: BuildJob) -> Any:
-        self._start_builders()
+        self.start_builders()
         worker, what = self._builders[0], f"program {job.task.name}"
         worker.submit(job, (job, 0), _FIRST_BUILD_S)
         if not self._executor.ready([worker], _FIRST_BUILD_S):
@@ -391,6 +391,8 @@ class Engine:
 
     def _build(self) -> None:
         """Give jobs to the builders that are idle."""
+        if self._to_build:
+            self.start_builders()
         for worker in self._builders:
             if worker.load is None and self._to_build:
                 load = self._to_build.popleft()

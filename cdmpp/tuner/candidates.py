@@ -439,7 +439,6 @@ class DecisionSearch:
         #: Programs proposed of each space.
         self._of_space: Counter[int] = Counter()
         self._templates: list[Genes] = []
-        self._steps = _STEPS
         for candidate in earlier:
             assert candidate.job.space is not None
             number = self._number(candidate.job.space.insts_json)
@@ -458,12 +457,11 @@ class DecisionSearch:
         """The next candidates, likeliest first, none of them known, or proposed before though it was dropped; fewer where the
         spaces give no more, at last none."""
         # the first round is half of one: it waits for nothing, and all the others overlap
-        batch = self._batch if self._proposed else -(-self._batch // 2)
+        batch, steps = (self._batch, _LATER) if self._proposed else (-(-self._batch // 2), _STEPS)
         self._predict(list(self._kept))
         self.sample(max(_FRESH * batch, _FIRST * batch - len(self._hashes)))
-        for _ in range(self._steps):
+        for _ in range(steps):
             self._replay(self._children(_REPLAYED * batch))
-        self._steps = _LATER
         likeliest = sorted(self._kept, key=self._log_s.__getitem__)
         new = [digest for digest in likeliest if digest not in known and digest not in self._proposed]
         chosen = self._chosen(new, batch)

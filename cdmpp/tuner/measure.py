@@ -319,6 +319,7 @@ class ChoosingMeasurer(Measurer):
     def __enter__(self) -> ChoosingMeasurer:
         super().__enter__()
         self._compiler.__enter__()
+        self._compiler._engine.start_builders()  # they are ready by the end of the first search
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -326,7 +326,8 @@ def measure_untuned(
     untuned = enumerate(tuner.untuned() for tuner in tuners)
     jobs = {task: job for task, job in untuned if job is not None and job.program.hash not in progress.known}
     futures = measurer.submit(list(jobs.values()))
-    meanwhile()
+    if jobs:
+        meanwhile()
     for task, outcome in zip(jobs, in_time(measurer, futures, progress.time_left_s), strict=True):
         if outcome is not None:
             progress.enter(task, outcome)

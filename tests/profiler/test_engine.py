@@ -77,7 +77,7 @@ def test_a_build_that_hangs_is_ended_and_its_process_is_gone() -> None:
     bad, good = as_it_is(slow_build_task(10000)), sampled(matmul_task(), 2)
     config = replace(QUICK_CPU, build_timeout_s=1.0)
     with quick_engine(config) as engine:
-        engine._start_builders()
+        engine.start_builders()
         hung = engine._builders[0].pid
         outcomes = {o.job.program.hash: o for o in engine.run(iter([bad, *good]))}
         assert not _alive(hung) and engine._builders[0].pid != hung

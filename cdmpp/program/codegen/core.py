@@ -53,9 +53,7 @@ def _table() -> Mapping[str, Sequence[Mapping[str, Any]]]:
     """Rows by core; none of those that have another's."""
     import pyarrow.parquet as pq
 
-    found: dict[str, list[Mapping[str, Any]]] = {
-        name: [] for name, facts in _facts()["cores"].items() if "rows_of" in facts
-    }
+    found: dict[str, Any] = {name: [] for name, facts in _facts()["cores"].items() if "rows_of" in facts}
     # ``read_table`` would import pandas, which takes every builder half a second
     for row in pq.ParquetFile(_FOLDER / "cores.parquet").read().to_pylist():
         found.setdefault(row["core"], []).append(row)
