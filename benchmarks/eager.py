@@ -127,6 +127,8 @@ def measured_s(run: Callable[[], Any]) -> tuple[float, float]:
 
 def on_cpu(cases: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, list[tuple[float, float]]]:
     """Measured seconds and noise of networks, of each on all shares."""
+    if {device.base for device in devices} != {get_device("this-cpu").base}:
+        raise SystemExit(f"this machine is {get_device('this-cpu').base}, and nothing was measured in --measured")
     cores, measured = machine.usable_cores(), defaultdict(list)
     for name, device in [(name, device) for name in cases for device in devices] * _ROUNDS:
         module, inputs = cases[name]
@@ -188,15 +190,13 @@ def main() -> None:
         for device in devices
     ]
     if "kernels_ms" in rows[0]:
-        alone = [
-            {
-                "network": row["network"],
-                "noise": row["noise"],
-                "measured_ms": row["kernels_ms"],
-                "predicted_ms": row["predicted_kernels_ms"],
-            }
-            for row in rows
-        ]
+        names = {
+            "network": "network",
+            "noise": "noise",
+            "kernels_ms": "measured_ms",
+            "predicted_kernels_ms": "predicted_ms",
+        }
+        alone = [{name: row[key] for key, name in names.items()} for row in rows]
         found.append(errors(alone, f"their kernels alone on {devices[0].name}"))
     if len(devices) > 1:
         shares = [

@@ -292,13 +292,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         "operands_per_cache": log(np.maximum(moved, 1.0) / cache),
         "tile_time": log(2 * 128 * 128 * depth / (peak / cores) + 1e-8),
         "splits": log(splits),
-        "rows": log(rows),
-        "columns": log(columns),
-        "depth": log(depth),
         "products": log(b),
-        "rows_aligned": _power_of_two(rows),
-        "columns_aligned": _power_of_two(columns),
-        "depth_aligned": _power_of_two(depth),
         "intensity": log((todo["matrix"] + todo["vector"] + 1) / np.maximum(moved, 1.0)),
         "sequences": _log1(size["sequences"]),
         "group": _log1(size["heads"] / np.maximum(size["kv_heads"], 1)),
@@ -321,6 +315,8 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         "n": _log1(size["n"]),
         "matrix_unit": has_unit,
     }
+    for name, extent in {"rows": rows, "columns": columns, "depth": depth}.items():
+        columns_of[name], columns_of[f"{name}_aligned"] = log(extent), _power_of_two(extent)
     for tile in _SHOWN:
         name, waves = "{}x{}".format(*tile), tiles[tile] / cores
         columns_of[f"waves_{name}"] = log(waves)

@@ -611,7 +611,9 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
     mean[flags:], std[flags:] = 0.0, 1.0
     std = np.where(std > 1e-6, std, 1e6).astype(np.float32)
     scaled = standardised(rows, mean, std)
-    labels, weights = torch.from_numpy(target.astype(np.float32)), torch.from_numpy(_weights(table))
+    # groups of an operator, data type and device weigh as the root of their size, so that large ones do not rule
+    weights = table.groupby(["op", "dtype", "device"])["seconds"].transform("size").to_numpy(dtype=np.float64) ** -0.5
+    labels, weights = (torch.from_numpy(x.astype(np.float32)) for x in (target, weights / weights.mean()))
 
     def loss(found: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         huber = nn.functional.huber_loss(found.squeeze(-1), labels[at], reduction="none", delta=0.1)
@@ -699,10 +701,3 @@ def _errors(table: pd.DataFrame, predicted_s: Any) -> dict[str, Errors]:
     logs = pd.Series(np.log(table["seconds"].to_numpy(dtype=np.float64) / np.asarray(predicted_s))[best])
     groups = [("", logs), *logs.groupby(kinds(table)[best])]
     return {str(kind): Errors(*[*own.quantile([0.05, 0.5, 0.95]).tolist(), len(own)]) for kind, own in groups}
-
-
-def _weights(table: pd.DataFrame) -> NDArray[np.float32]:
-    """Groups of an operator, data type and device weigh as the root of their size, so that large ones do not rule."""
-    size = table.groupby(["op", "dtype", "device"])["seconds"].transform("size")
-    weights = 1.0 / np.sqrt(size.to_numpy(dtype=np.float64))
-    return (weights / weights.mean()).astype(np.float32)

@@ -2,7 +2,11 @@
 networks there are two labels an operator: with operands in the caches (framework ``torch``), and with weights that no cache
 holds (``torch-cold``), as in a network whose weights are larger than the caches. Runs on a GPU are captured into a CUDA graph:
 labels are without the host. Products and attention read operands there that no cache holds, as the steps of a language model
-do; those of under a hundredth of the level-2 cache alone are the same in every run."""
+do; those of under a hundredth of the level-2 cache alone are the same in every run.
+
+On a CPU every operator is measured once, and once more when all were, with operands elsewhere in memory: neighbours on a shared
+core slow it for minutes, which no sample beside another shows. The label is the shorter of both, and the noise at least what
+they differ by."""
 
 from __future__ import annotations
 
@@ -83,7 +87,7 @@ def profile_library(
         sentinel = machine.Sentinel()
         jobs = {key: (row, partial(_measured, call, device, sentinel)) for key, (call, row) in calls.items()}
         with torch.inference_mode():
-            return _labelled(jobs, Path(out), device, Counter(), resume=resume, progress=progress)
+            return _labelled(jobs, Path(out), device, Counter(), rounds=2, resume=resume, progress=progress)
     finally:
         machine.pin(before)
         torch.set_num_threads(threads)
@@ -158,16 +162,18 @@ def _labelled(
     device: Device,
     failures: Counter[str],
     *,
+    rounds: int = 1,
     resume: bool,
     max_seconds: float | None = None,
     progress: Callable[[int, int], None],
 ) -> LibraryReport:
     """The dataset of rows of operators (key -> row, and what measures each framework's seconds and noise), those of an earlier
-    run with them; those that cannot be measured are counted."""
+    run with them; those that cannot be measured are counted. Each is measured in so many ``rounds``."""
     import torch
 
     began, known = time.monotonic(), _known(folder, device, resume)
-    todo, new = [item for item in jobs.items() if item[0] not in known], 0
+    todo, new = [job for turn in range(rounds) for job in jobs.items() if known[job[0]] <= turn], set[str]()
+    refused: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _PARTIAL).open("a", encoding="utf-8") as file:
         for done, (key, (row, measure)) in enumerate(todo):
@@ -177,27 +183,29 @@ def _labelled(
             try:
                 labels = measure()
             except (RuntimeError, IndexError, ValueError, ProfilerError) as err:  # what a kernel refuses
-                failures[f"{row['op']}: {reason(err)[:80]}"] += 1
+                refused[key] = f"{row['op']}: {reason(err)[:80]}"
                 continue
-            new += 1
+            new.add(key)
             for framework, (seconds, noise) in labels.items():
                 found = {"key": key, **row, "framework": framework, "seconds": seconds, "noise": noise}
                 file.write(json.dumps({k: v for k, v in found.items() if v == v}) + "\n")
             file.flush()
-    table = pd.read_json(folder / _PARTIAL, lines=True)
+    table, failures = pd.read_json(folder / _PARTIAL, lines=True), failures + Counter(refused.values())
     if table.empty:
         raise ProfilerError(f"no operator could be measured: {', '.join(failures)}")
-    table = table.drop_duplicates(["key", "framework"]).assign(device=device.name)
+    seconds = table.groupby(["key", "framework"])["seconds"]
+    table["noise"] = np.maximum(table["noise"], seconds.transform("max") / seconds.transform("min") - 1)
+    table = table.sort_values("seconds").drop_duplicates(["key", "framework"]).sort_index().assign(device=device.name)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
     meta = {"devices": {device.name: device.to_json()}, "versions": versions, "failures": dict(failures)}
     write_operators(folder, table, replace=True, **meta)
-    return LibraryReport(folder, device.name, len(table), new, dict(failures), time.monotonic() - began)
+    return LibraryReport(folder, device.name, len(table), len(new), dict(failures), time.monotonic() - began)
 
 
-def _known(folder: Path, device: Device, resume: bool) -> set[str]:
-    """Keys of what was measured before."""
+def _known(folder: Path, device: Device, resume: bool) -> Counter[str]:
+    """How often what was measured before."""
     if not (folder / _PARTIAL).exists():
-        return set()
+        return Counter()
     if not resume:
         raise DatasetError(f"{folder} holds labels already: go on with --resume, or choose another folder")
     try:
@@ -209,7 +217,7 @@ def _known(folder: Path, device: Device, resume: bool) -> set[str]:
     lines = (folder / _PARTIAL).read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]  # the last one may be torn
     write_text(folder / _PARTIAL, "".join(whole))
-    return {json.loads(line)["key"] for line in whole}
+    return Counter(row["key"] for row in map(json.loads, whole) if row["framework"] == TORCH)
 
 
 def _distinct(networks: Iterable[str | Network]) -> dict[str, tuple[Call, dict[str, Any]]]:

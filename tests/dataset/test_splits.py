@@ -198,8 +198,7 @@ def test_tasks_of_no_network_can_be_tested_and_validated_too() -> None:
     train, valid, test = units(make("by_network:heldout=a;valid=0;others=0.2;seed=1", labels, networks), labels)
     assert {"t0", "t1", "t2"} <= test and {"t3", "t4", "t5"} <= train
     assert all(20 <= sum(not networks[name] for name in part) <= 60 for part in (valid, test))
-    without = make("by_network:heldout=a;valid=0;seed=1", labels, networks)
-    assert units(without, labels)[2] == {"t0", "t1", "t2"}
+    assert units(make("by_network:heldout=a;valid=0;seed=1", labels, networks), labels)[2] == {"t0", "t1", "t2"}
 
 
 @pytest.mark.parametrize(("spec", "message"), read_yaml(Path(__file__).with_name("refused_splits.yaml")).items())

@@ -69,8 +69,7 @@ def test_tasks_spaces_and_programs_are_added_once(tmp_path: Path) -> None:
         assert RowStore(tmp_path / "d" / "rows.db").last == before
         dataset.add_task(task(1, {"net": 5.0, "other": 3.0}))
         assert dict(dataset.tasks[task(1).hash].networks) == networks
-    rows = RowStore(tmp_path / "d" / "rows.db").rows("tasks")
-    assert ["tir_json" in row for _, row in rows] == [True, False]
+    assert ["tir_json" in row for _, row in RowStore(tmp_path / "d" / "rows.db").rows("tasks")] == [True, False]
     with Dataset.open(tmp_path / "d") as again:
         assert dict(again.tasks[task(1).hash].networks) == networks
         again.finalize()

@@ -53,8 +53,7 @@ def test_instruction_counts_beside_the_records_are_read() -> None:
 
 
 def test_splits_hold_what_they_held() -> None:
-    before = json.loads((golden.HERE / "splits.json").read_text())
-    assert golden.splits(golden.dataset()) == before
+    assert golden.splits(golden.dataset()) == json.loads((golden.HERE / "splits.json").read_text())
 
 
 @pytest.mark.check

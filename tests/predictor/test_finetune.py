@@ -182,7 +182,6 @@ def test_the_encoding_of_known_devices_stays_and_the_new_one_is_told_apart(small
 
 def test_before_training_the_new_device_is_predicted_as_without_its_features(small, base):
     """Weights that new device features meet were never trained: they do not add noise to start with."""
-
     vector = small.device_vectors()["fast"]
     encoder, fresh = extend_encoder(base.encoder, list(base.devices.values()), vector)
     dims = encoder.leaf_dim, encoder.device_dim, encoder.pair_dim

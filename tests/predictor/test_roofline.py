@@ -20,8 +20,7 @@ def test_roofline_is_the_longer_of_arithmetic_and_memory() -> None:
     memory = program({"program_flops": 1.0, "program_bytes": (8192 << 10) + 1e7})
     cached = program({"program_flops": 0.0, "program_bytes": 1e6})
     assert roofline_s([compute, memory, cached], CPU) == pytest.approx([1e-3, 1e-3, 1e-8])
-    launched = replace(CPU, launch_overhead_us=5.0)
-    assert roofline_s([compute], launched) == pytest.approx([1.005e-3])
+    assert roofline_s([compute], replace(CPU, launch_overhead_us=5.0)) == pytest.approx([1.005e-3])
 
 
 def test_estimate_takes_the_slowest_resource_of_each_leaf_and_adds_leaves() -> None:

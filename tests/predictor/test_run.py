@@ -38,8 +38,7 @@ def test_a_run_folder_holds_everything(data, by_task, tmp_path):
     loaded = Predictor.load(tmp_path / "run")
     assert loaded.training["valid_mape"] == min(line["valid_mape"] for line in lines)
     assert loaded.training["records_by_device"].keys() == {"fast", "slow"}
-    scores = evaluate(loaded, data, result.split)
-    assert scores["overall"] == evaluate(result.predictor, data)["overall"]
+    assert evaluate(loaded, data, result.split)["overall"] == evaluate(result.predictor, data)["overall"]
 
 
 def test_a_run_is_not_overwritten(data, by_task, tmp_path):
@@ -47,8 +46,7 @@ def test_a_run_is_not_overwritten(data, by_task, tmp_path):
     with pytest.raises(PredictorError, match="holds a training run"):
         train(by_task, data, tmp_path)
     # resuming a finished run gives it back
-    again = train(by_task, data, tmp_path, resume=True)
-    assert len(again.history) == by_task.train.epochs
+    assert len(train(by_task, data, tmp_path, resume=True).history) == by_task.train.epochs
 
 
 def test_resuming_another_configuration_or_other_data_is_refused(data, by_task, tmp_path):

@@ -103,8 +103,7 @@ def test_a_resumed_search_goes_on(data, small, tmp_path, scripted):
     assert len(more.summary["trials"]) == 4
     drawn = [json.dumps(line["values"]) for line in more.summary["trials"]]
     assert len(set(drawn)) == 4, "the first trials are not drawn again"
-    again = search(small, data, tmp_path, 4, model="lstm", resume=True)
-    assert again.summary == more.summary
+    assert search(small, data, tmp_path, 4, model="lstm", resume=True).summary == more.summary
 
 
 def test_another_model_configuration_or_other_records_are_refused(data, small, tmp_path, scripted):

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from cdmpp.dataset.operators import load_operators
@@ -46,9 +47,14 @@ def test_operators_are_measured_warm_and_cold_and_a_run_goes_on(tmp_path: Path) 
     with pytest.raises(DatasetError, match="go on with --resume"):
         profile_library([network()], out=tmp_path / "l")
     partial = tmp_path / "l" / "measured.jsonl"
-    partial.write_text(partial.read_text() + '{"key": "half a li')
+    in_the_second_round = "".join(partial.read_text().splitlines(keepends=True)[:7])
+    partial.write_text(in_the_second_round + '{"key": "half a li')
     again = profile_library([network(), network(80)], out=tmp_path / "l", resume=True)
-    assert (again.new, again.labels) == (3, 10), "what was measured is not measured again"
+    assert (again.new, again.labels) == (5, 10), "what was measured twice is not measured again"
+    rounds, table = pd.read_json(partial, lines=True), load_operators(tmp_path / "l")
+    seconds = rounds.groupby(["kernel", "n", "framework", "k"], dropna=False)["seconds"].agg(["size", "min", "max"])
+    assert (seconds["size"] == 2).all() and sorted(table["seconds"]) == pytest.approx(sorted(seconds["min"]))
+    assert table["noise"].max() >= 0.999 * (seconds["max"] / seconds["min"] - 1).max()
 
 
 def test_what_a_kernel_refuses_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
