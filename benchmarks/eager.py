@@ -190,13 +190,13 @@ def main() -> None:
         for device in devices
     ]
     if "kernels_ms" in rows[0]:
-        names = {
+        called = {
             "network": "network",
             "noise": "noise",
             "kernels_ms": "measured_ms",
             "predicted_kernels_ms": "predicted_ms",
         }
-        alone = [{name: row[key] for key, name in names.items()} for row in rows]
+        alone = [{name: row[key] for key, name in called.items()} for row in rows]
         found.append(errors(alone, f"their kernels alone on {devices[0].name}"))
     if len(devices) > 1:
         shares = [
