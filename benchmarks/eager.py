@@ -33,6 +33,7 @@ from cdmpp.profiler.engine import label, split_half_difference
 from cdmpp.profiler.library import graph_clock, sampled, wall_clock
 from cdmpp.program.network import Network, example_inputs, load_network
 from cdmpp.program.zoo import zoo_entry
+from cdmpp.tuner.measure import device_of_this_machine
 
 HELD_OUT = ("densenet121", "gcn", "inception_v3", "vgg16", "efficientnet_b0", "gpt2", "mlp_mixer", "unet")
 _SAMPLES, _LEAST_S = 15, 1.0
@@ -127,8 +128,7 @@ def measured_s(run: Callable[[], Any]) -> tuple[float, float]:
 
 def on_cpu(cases: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, list[tuple[float, float]]]:
     """Measured seconds and noise of networks, of each on all shares."""
-    if {device.base for device in devices} != {get_device("this-cpu").base}:
-        raise SystemExit(f"this machine is {get_device('this-cpu').base}, and nothing was measured in --measured")
+    devices = [device_of_this_machine(device) for device in devices]
     cores, measured = machine.usable_cores(), defaultdict(list)
     for name, device in [(name, device) for name in cases for device in devices] * _ROUNDS:
         module, inputs = cases[name]

@@ -4,9 +4,8 @@ holds (``torch-cold``), as in a network whose weights are larger than the caches
 labels are without the host. Products and attention read operands there that no cache holds, as the steps of a language model
 do; those of under a hundredth of the level-2 cache alone are the same in every run.
 
-On a CPU every operator is measured once, and once more when all were, with operands elsewhere in memory: neighbours on a shared
-core slow it for minutes, which no sample beside another shows. The label is the shorter of both, and the noise at least what
-they differ by."""
+On a CPU every operator is measured once, and once more when all were, elsewhere in memory: neighbours slow a shared core for
+minutes, which samples of one moment do not show. The label is the shorter, the noise at least the difference."""
 
 from __future__ import annotations
 
@@ -172,14 +171,16 @@ def _labelled(
     import torch
 
     began, known = time.monotonic(), _known(folder, device, resume)
-    todo, new = [job for turn in range(rounds) for job in jobs.items() if known[job[0]] <= turn], set[str]()
-    refused: dict[str, str] = {}
+    todo = [job for turn in range(rounds) for job in jobs.items() if known[job[0]] <= turn]
+    new, refused = set[str](), dict[str, str]()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _PARTIAL).open("a", encoding="utf-8") as file:
         for done, (key, (row, measure)) in enumerate(todo):
             if new and max_seconds is not None and time.monotonic() - began > max_seconds:
                 break
             progress(done, len(todo))
+            if key in refused:
+                continue
             try:
                 labels = measure()
             except (RuntimeError, IndexError, ValueError, ProfilerError) as err:  # what a kernel refuses
@@ -193,9 +194,9 @@ def _labelled(
     table, failures = pd.read_json(folder / _PARTIAL, lines=True), failures + Counter(refused.values())
     if table.empty:
         raise ProfilerError(f"no operator could be measured: {', '.join(failures)}")
-    seconds = table.groupby(["key", "framework"])["seconds"]
+    seconds = table.groupby(["key", "framework"], sort=False)["seconds"]
     table["noise"] = np.maximum(table["noise"], seconds.transform("max") / seconds.transform("min") - 1)
-    table = table.sort_values("seconds").drop_duplicates(["key", "framework"]).sort_index().assign(device=device.name)
+    table = table.loc[seconds.idxmin()].assign(device=device.name)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
     meta = {"devices": {device.name: device.to_json()}, "versions": versions, "failures": dict(failures)}
     write_operators(folder, table, replace=True, **meta)
