@@ -69,15 +69,32 @@ def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> 
     if not valid.all():
         _LOG.warning("%d ok records have no usable latency or program and are left out", int((~valid).sum()))
     ok = _calmest(ok[valid]).sort_values(["task", "program", "device", "measured_at"], kind="stable")
+    ok = ok.assign(spread=spread(ok))
     groups = ok.groupby(["task", "program", "device"], sort=True, observed=True)
     table = groups.agg(
         latency_s=("latency_s", "median"),
         noise=("noise", "median"),
         origin=("origin", "first"),
         n_records=("latency_s", "size"),
+        spread=("spread", "median"),
     ).reset_index()
     table["error_floor"] = error_floor(table, ok)
     return table[list(LABEL_COLUMNS)]
+
+
+def spread(records: pd.DataFrame) -> NDArray[np.float64]:
+    """By how much the median sample of each record exceeds the shortest, relative, and by how much the reference program was
+    slow then, as one number, float64 (n,); NaN without samples. Of programs measured again it tells more of the difference
+    than the halves of the samples, which a neighbour on the core slows alike."""
+    samples = [np.asarray(values, dtype=np.float64) for values in records["samples_s"]]
+    counts = np.array([len(values) for values in samples], dtype=np.int64)
+    found = np.full(len(records), np.nan)
+    some = counts > 1
+    if some.any():
+        flat, first = np.concatenate(samples), (np.cumsum(counts) - counts)[some]
+        flat = flat[np.lexsort((flat, np.repeat(np.arange(len(counts)), counts)))]
+        found[some] = flat[first + counts[some] // 2] / flat[first] - 1
+    return np.hypot(found, np.nan_to_num(records["drift"].to_numpy(dtype=np.float64)))
 
 
 def label_fingerprint(labels: pd.DataFrame) -> str:
@@ -134,14 +151,19 @@ def remeasured_difference(ok_records: pd.DataFrame) -> pd.Series:
 
 
 def error_floor(labels: pd.DataFrame, ok_records: pd.DataFrame) -> NDArray[np.float64]:
-    """Expected absolute relative error of a perfect predictor on each label, float64 (n,); NaN if unknown."""
+    """Expected absolute relative error of a perfect predictor on each label, float64 (n,); NaN if unknown. How large errors are
+    on a device, halves of samples and programs measured again say; how they differ, :func:`spread`."""
     floors = labels["noise"].to_numpy(dtype=np.float64) / 2
+    spreads = labels["spread"].to_numpy(dtype=np.float64)
     between = remeasured_difference(ok_records) / math.sqrt(2)
     label_device = labels["device"].to_numpy()
     pairs = list(zip(labels["program"], labels["device"], strict=True))
     remeasured = between.reindex(pairs).to_numpy() if len(between) else np.full(len(labels), np.nan)
     for device in set(label_device):
         here = label_device == device
+        told = here & np.isfinite(floors) & np.isfinite(spreads)
+        if told.any() and spreads[told].any():
+            floors[told] = spreads[told] * (floors[told].mean() / spreads[told].mean())
         both = here & np.isfinite(remeasured)
         if both.sum() >= MIN_REMEASURED:
             within = floors[both & np.isfinite(floors)]

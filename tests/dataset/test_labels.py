@@ -28,7 +28,7 @@ from tests.samples.datasets import (  # isort: skip
 def records(rows: list[dict[str, Any]]) -> pd.DataFrame:
     base = {
         "program": "p", "task": "t", "device": "d", "status": "ok", "latency_s": 1.0, "noise": 0.02, "origin": "random",
-        "measured_at": 0.0,
+        "measured_at": 0.0, "samples_s": (), "drift": math.nan,
     }  # fmt: skip
     return pd.DataFrame([{**base, **row} for row in rows])
 
@@ -126,6 +126,17 @@ def test_remeasurements_see_the_error_that_split_halves_do_not() -> None:
     once = some[some["n_records"] == 1]
     assert blind is not None and blind < 0.3 * true_error(once)
     assert noise_floor_mape(once) == pytest.approx(true_error(once), rel=0.1)
+
+
+def test_floors_are_as_high_as_halves_say_and_differ_as_samples_and_the_reference_do() -> None:
+    samples = {"calm": (1.0, 1.01, 1.02), "slowed": (1.0, 1.3, 1.6), "slow reference": (1.0, 1.01, 1.02)}
+    rows = [{"program": name, "samples_s": values, "drift": 0.0} for name, values in samples.items()]
+    rows[2]["drift"] = 0.2
+    labels = label_table(records([*rows, {"program": "unknown"}])).set_index("program")
+    floors = labels["error_floor"]
+    assert floors["slowed"] / floors["calm"] == pytest.approx(0.3 / 0.01)
+    assert floors["slow reference"] / floors["calm"] == pytest.approx(math.hypot(0.01, 0.2) / 0.01)
+    assert floors.drop("unknown").mean() == pytest.approx(0.01) == floors["unknown"]
 
 
 def test_difference_of_remeasurements_is_of_pairs() -> None:
