@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from cdmpp.device import Device, get_device
 from cdmpp.endtoend import network_tasks, predict_latency
 from cdmpp.errors import CdmppError
 from cdmpp.files import seconds_text
-from cdmpp.predictor import Predictor, TrainingData, evaluate, finetune, finetune_config, gather, program_resolver
+from cdmpp.predictor import Predictor, TrainingData, evaluate, finetune, gather, program_resolver
 from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
 from cdmpp.profiler.machine import usable_cores
 from cdmpp.profiler.session import ProfileConfig, profile
@@ -148,13 +148,8 @@ def _compare(
     work = {task.hash: (task.flops, task.bytes, task.hash) for task in measured.view.tasks.values()}
     tasks = sorted(set(measured.labels["task"]), key=work.__getitem__)[::_LEARN_ONE_IN]
     shutil.rmtree(out, ignore_errors=True)  # of an earlier demo
-    with Bar(errors, "learning, in epochs") as bar:
-
-        def progress(line: Mapping[str, Any]) -> None:
-            bar.update(line["epoch"], line["epochs"])
-
-        config = finetune_config(epochs=8, threads=1)  # batches are too small for more threads
-        result = finetune(predictor, measured, device.name, out, tasks=tasks, config=config, progress=progress)
+    with errors.status("learning"):
+        result = finetune(predictor, measured, device.name, out, tasks=tasks)
     tuned, split = result.predictor, result.split
     assert tuned is not None and split is not None, "some tasks are learned from, and others left"
     scores = {}

@@ -34,7 +34,7 @@ _SPLIT = 60
 #: Trials in the table of a search; all of them are in ``summary.json``.
 _TRIALS = 10
 #: What a finetuning learned, and what predictions are made by, in words.
-_LEARNED = {"nothing": "nothing that helps", "correction": "a correction of predictions", "weights": "new weights"}
+_LEARNED = {"nothing": "nothing that helps", "correction": "a correction of predictions"}
 _KINDS = {"ast": "AST", "compiled": "compiled code"}
 _STATES = ("complete", "pruned", "failed", "interrupted")
 
@@ -147,9 +147,7 @@ def _add_finetune(sub: Parser) -> None:
     add(sub, "tasks", metavar="K|FILE", help="how many tasks to choose, or which (default: all of D's)")
     chosen = "how K tasks are chosen (default: kmeans; of operators variance, what tells most)"
     add(sub, "select", choices=("kmeans", "random", "variance"), help=chosen)
-    add(sub, "seed", default=0, help="of the choice, and of training without --config")
-    add(sub, "adapt", default=0.0, metavar="F", help="part of D's other programs seen without labels")
-    add(sub, "config", help="its loss, train and data sections are used")
+    add(sub, "seed", default=0, help="of the choice")
     add(sub, "out", required=True, help="run folder")
 
 
@@ -160,7 +158,7 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp finetune --device h200 --tasks 30 --out h200.csv             operators to measure
     """
     from cdmpp.dataset.operators import holds_operators
-    from cdmpp.predictor import evaluate, finetune, load_config
+    from cdmpp.predictor import evaluate, finetune
     from cdmpp.predictor.predictor import load_predictor
     from cdmpp.profiler.session import read_task_file
 
@@ -171,19 +169,10 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     tasks = args.tasks
     if tasks is not None:
         tasks = int(tasks) if tasks.isdigit() else read_task_file(tasks)
-    with Bar(errors, "epochs") as bar:
-        result = finetune(
-            load_predictor(args.predictor),
-            args.data,
-            args.device,
-            args.out,
-            tasks=tasks,
-            select=args.select or "kmeans",
-            seed=args.seed,
-            adapt=args.adapt,
-            config=load_config(args.config) if args.config else None,
-            progress=bar.epoch,
-        )
+    select = args.select or "kmeans"
+    with errors.status("learning"):
+        predictor = load_predictor(args.predictor)
+        result = finetune(predictor, args.data, args.device, args.out, tasks=tasks, select=select, seed=args.seed)
     summary = {
         "task_file": str(result.task_file),
         "selection": result.selection.to_json(),

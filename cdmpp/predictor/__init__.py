@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from cdmpp.predictor.config import Config, config_from_dict, load_config
     from cdmpp.predictor.data import TrainingData, gather, program_resolver, split_data
     from cdmpp.predictor.evaluation import evaluate
-    from cdmpp.predictor.finetuning import FinetuneResult, few_shot, finetune, finetune_config
+    from cdmpp.predictor.finetuning import FinetuneResult, few_shot, finetune
     from cdmpp.predictor.predictor import Predictor
     from cdmpp.predictor.selection import TaskSelection, select_tasks
     from cdmpp.predictor.training import TrainResult, train
@@ -19,7 +19,7 @@ _PUBLIC = {
     "config": ["Config", "config_from_dict", "load_config"],
     "data": ["TrainingData", "gather", "program_resolver", "split_data"],
     "evaluation": ["evaluate"],
-    "finetuning": ["FinetuneResult", "few_shot", "finetune", "finetune_config"],
+    "finetuning": ["FinetuneResult", "few_shot", "finetune"],
     "predictor": ["Predictor"],
     "selection": ["TaskSelection", "select_tasks"],
     "training": ["TrainResult", "train"],

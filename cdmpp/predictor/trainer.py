@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 #: Called after every epoch with that epoch's line of the history.
 ProgressCallback = Callable[[dict[str, Any]], None]
-
-#: An epoch's batches, as numbers of training pairs; the same number of batches in every epoch.
-BatchSampler = Callable[[np.random.Generator], list[NDArray[np.int64]]]
 
 #: Measured pairs of an epoch for each one that another network labelled: more of these make GPUs and compiled code worse.
 _MEASURED_PER_TAUGHT = 8
@@ -67,13 +64,12 @@ class Trainer:
     """Trains one network.
 
     ``transform`` was fitted on the training labels; ``adapt`` are pairs of the domain to adapt to, without labels (for
-    ``loss.cmd_weight``); ``weights`` are where the network starts (None: at random); ``sampler`` makes an epoch's batches
-    (None: all training pairs, but only some of the last ``taught``, which were not measured); ``make_network`` makes another
-    network, called as ``network(batch, context)`` and trained on the loss of its labels alone; the learning rate falls so that
-    training ends after ``max_seconds``; ``processes`` train together (None: this one alone), with our network and no
-    ``max_seconds``.
+    ``loss.cmd_weight``); of the last ``taught`` training pairs, which were not measured, an epoch has only some;
+    ``make_network`` makes another network, called as ``network(batch, context)`` and trained on the loss of its labels alone;
+    the learning rate falls so that training ends after ``max_seconds``; ``processes`` train together (None: this one alone),
+    with our network and no ``max_seconds``.
 
-    PredictorError: no training or validation pairs; CMD without pairs to adapt to; others' weights.
+    PredictorError: no training or validation pairs; CMD without pairs to adapt to.
     """
 
     def __init__(
@@ -83,8 +79,6 @@ class Trainer:
         train: LabelledArrays,
         valid: LabelledArrays,
         adapt: PairArrays | None = None,
-        weights: Mapping[str, torch.Tensor] | None = None,
-        sampler: BatchSampler | None = None,
         taught: int = 0,
         make_network: Callable[[], nn.Module] | None = None,
         max_seconds: float | None = None,
@@ -95,14 +89,14 @@ class Trainer:
         if config.loss.cmd_weight and not adapt:
             raise PredictorError(
                 "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
-                "has them with adapt=0.3, a finetuning with --adapt 0.3"
+                "has them with adapt=0.3"
             )
         self._config = config.train
         self._transform = transform
         self._train, self._valid = train, valid
         self._terms = config.loss
         self._adapt = adapt
-        self._taught, self._sampler = taught, sampler or self.epoch_batches
+        self._taught = taught
         self._processes = processes or Processes(pick_device(config.train.device))
         self._where = self._processes.where
         if config.train.precision == "bf16" and not _has_bf16(self._where):
@@ -114,11 +108,8 @@ class Trainer:
         self.network.to(self._where)
         self._general_part = config.model.general_part
         self._max_seconds, self._started = max_seconds, time.perf_counter()
-        if weights is None:
-            if isinstance(self.network, LatencyNetwork):
-                self.network.fit_bins(train)
-        else:
-            _load(self.network, weights, "weights to start from do")
+        if isinstance(self.network, LatencyNetwork):
+            self.network.fit_bins(train)
         optimizer = MuonAdamW if isinstance(self.network, LatencyNetwork) else partial(AdamW, fused=True)
         self._optimizer = optimizer(self.network.parameters(), weight_decay=config.train.weight_decay)
         self._truth = _Truth(
@@ -162,19 +153,19 @@ class Trainer:
 
     def restore(self, state: TrainerState) -> None:
         """Continue from a saved state; PredictorError if it belongs to another network."""
-        _load(self.network, state.weights, "checkpoint does")
         try:
+            self.network.load_state_dict(dict(state.weights))
             groups = self._optimizer.state_dict()["param_groups"]
             self._optimizer.load_state_dict({"state": state.optimizer, "param_groups": groups})
-        except (KeyError, ValueError) as err:
-            raise PredictorError(f"checkpoint does not fit the optimiser: {err}") from err
+        except (KeyError, ValueError, RuntimeError) as err:
+            raise PredictorError(f"the checkpoint fits neither network nor optimiser: {err}") from err
         self._average = {k: v.to(self._where) for k, v in state.average.items()}
         self._state = state
 
     def _run_epoch(self) -> dict[str, Any]:
         config, state = self._config, self._state
         started = time.perf_counter()
-        batches = self._sampler(np.random.default_rng([config.seed, state.epoch]))
+        batches = self.epoch_batches(np.random.default_rng([config.seed, state.epoch]))
         # the number of batches is the same in every epoch
         total_steps = config.epochs * len(batches)
         pairs, sums = 0, np.zeros(2)
@@ -329,13 +320,6 @@ def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
     logs = np.log1p(counts[:, : len(STATIC_FEATURES)])
     std = np.nanstd(logs, axis=0)
     return torch.from_numpy((logs - np.nanmean(logs, axis=0)) / np.where(std > _CONSTANT_STD, std, 1.0)).float()
-
-
-def _load(network: nn.Module, weights: Mapping[str, torch.Tensor], what: str) -> None:
-    try:
-        network.load_state_dict(dict(weights))
-    except RuntimeError as err:
-        raise PredictorError(f"{what} not fit the network: {err}") from err
 
 
 @contextmanager

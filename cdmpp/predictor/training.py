@@ -27,7 +27,7 @@ from cdmpp.predictor import encoding
 from cdmpp.predictor.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import Config, dump_config
 from cdmpp.predictor.data import TrainingData, gather, split_data
-from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, fit_scaling
+from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence, fit_scaling
 from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, LOOP_CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.processes import Processes, torchrun_processes
@@ -250,18 +250,16 @@ def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative_to: st
     )
 
 
-def calibrated(
-    predictor: Predictor, data: TrainingData, split: Split, seed: int = 0, scaling: DeviceScaling | None = None
-) -> Predictor:
+def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int = 0) -> Predictor:
     """The predictor with intervals and familiarity from the split it was trained with (PredictorError: no training or no
     validation records). Intervals are calibrated on the validation part alone (:mod:`cdmpp.predictor.uncertainty`): of plain
     predictions, of those with instruction counts, and of those with latencies on other devices, whose scaling is fitted there
-    too unless given."""
+    too."""
     rows = split.valid
     if not len(rows) or not len(split.train):
         raise PredictorError("calibrating needs training and validation records")
     hidden = np.concatenate([split.test, split.adapt])
-    scaling = scaling or fit_scaling(predictor.predict_rows, data, rows, hidden)
+    scaling = fit_scaling(predictor.predict_rows, data, rows, hidden)
     familiarity = Familiarity.fit(predictor.encoder, data, split.train, rows, seed)
     predictor = replace(predictor, scaling=scaling, familiarity=familiarity)
 

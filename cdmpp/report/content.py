@@ -17,9 +17,10 @@ from cdmpp.dataset import DatasetView, Split
 from cdmpp.dataset.split import architecture
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.files import seconds_text
-from cdmpp.predictor import Predictor, TrainingData, gather, load_config
+from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.evaluation import evaluate_rows, rows_to_score
 from cdmpp.predictor.evidence import NO_EVIDENCE
+from cdmpp.predictor.finetuning import TASK_FILE
 from cdmpp.predictor.metrics import evaluate_groups
 from cdmpp.predictor.uncertainty import interval_metrics
 
@@ -85,11 +86,12 @@ def collect_report(
     run = Path(run)
     if not run.is_dir():
         raise PredictorError(f"{run}: no such run folder (cdmpp train writes one)")
-    config = load_config(run / CONFIG_FILE)
+    finetuned = (run / TASK_FILE).exists()
+    config = Config() if finetuned else load_config(run / CONFIG_FILE)
     predictor = Predictor.load(run)
     if not isinstance(data, TrainingData):
         if data is None and not config.data.paths:
-            raise PredictorError(f"{run / CONFIG_FILE} names no datasets: say where they are with --data")
+            raise PredictorError(f"{run} names no datasets: say where they are with --data")
         data = gather(config.data.paths if data is None else data, config.data, progress=progress)
     notes: list[str] = []
     own = _own_split(run, data, notes) if split is None else None
@@ -104,7 +106,7 @@ def collect_report(
     coverage = [interval_metrics(of_device, *labels, nominal, difficulty) for nominal in COVERAGES]
     return RunReport(
         name=str(run),
-        config=(run / CONFIG_FILE).read_text(encoding="utf-8"),
+        config="" if finetuned else (run / CONFIG_FILE).read_text(encoding="utf-8"),
         training=predictor.training,
         scores=scores,
         records=records,

@@ -18,7 +18,7 @@ from torch import nn
 from cdmpp.cli import _parser, demo
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
-from cdmpp.predictor import Predictor, finetune_config
+from cdmpp.predictor import Predictor
 from cdmpp.program.network import Network, extract_tasks
 from cdmpp.program.zoo import zoo_networks
 from tests.samples.command import Command
@@ -45,7 +45,6 @@ class Demo:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("finetune", "evaluate_models"):
                 patch.setattr(demo, name, self._recording(name))
-            patch.setattr(demo, "finetune_config", lambda **train: finetune_config(**{**train, "epochs": 1}))
             patch.chdir(folder)
             consoles = Console(file=text, width=140), Console(file=io.StringIO())
             self.result = demo.run_demo(*consoles, list(map(str, data)), network=tiny(), programs_per_task=2)

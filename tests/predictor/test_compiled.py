@@ -12,7 +12,7 @@ import torch
 
 from cdmpp.device import get_device
 from cdmpp.errors import PredictorError, ProgramError
-from cdmpp.predictor import Predictor, evaluate
+from cdmpp.predictor import Predictor, evaluate, finetune
 from cdmpp.predictor.data import split_data, subset
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.pair_features import TIME_PARTS
@@ -53,6 +53,15 @@ def test_being_told_the_instructions_helps_and_doing_without_works(trained, coun
     assert without["overall"]["spearman"] > 0.3, "the rest of the latency is learnt all the same"
     assert (without["n_compiled"], told["n_compiled"]) == (0, int(counted.counted(trained.split.test).sum()))
     assert told["n_compiled"] < told["overall"]["n"], "programs without counts are predicted without"
+
+
+def test_a_device_is_taught_by_the_records_that_have_counts(trained, counted, tmp_path):
+    there = counted.labels["device"] == "fast"
+    labels = counted.labels.assign(latency_s=counted.labels["latency_s"].where(~there, 3 * counted.labels["latency_s"]))
+    slower = replace(counted, labels=labels)
+    chosen = finetune(trained.predictor, slower, "fast", tmp_path / "run", tasks=6)
+    known = slower.counted(np.flatnonzero(there & labels["task"].isin(chosen.selection.tasks)))
+    assert known.any() and not known.all() and set(chosen.predictor.corrections["fast"]) == {"ast", "compiled"}
 
 
 def test_members_are_networks_of_further_seeds_averaged_where_the_code_is_known(counted, tmp_path):

@@ -13,7 +13,7 @@ from cdmpp.errors import PredictorError
 from cdmpp.predictor.checkpoint import load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import config_from_dict
 from cdmpp.predictor.data import split_data
-from cdmpp.predictor.trainer import Trainer, learning_rate
+from cdmpp.predictor.trainer import learning_rate
 from cdmpp.predictor.training import prepare
 from tests.samples.training import changed, with_counts
 
@@ -164,17 +164,6 @@ def test_labels_of_the_adapted_part_change_nothing(data, config):
 def test_cmd_needs_programs_to_adapt_to(make_trainer):
     with pytest.raises(PredictorError, match=r"no programs to adapt to: .* adapt=0\.3"):
         make_trainer(loss={"cmd_weight": 1.0})
-
-
-def test_starting_weights_are_taken_and_must_fit(make_trainer, data, config):
-    trained = make_trainer(epochs=2).fit().best
-    fitted = prepare(config, data, split_data("by_task:seed=0", data))
-    split = split_data("by_task:seed=0", data)
-    train, valid = (fitted.arrays.take(np.asarray(rows)) for rows in (split.train, split.valid))
-    trainer = Trainer(config, fitted.transform, train, valid, weights=trained)
-    assert_same(trainer.network.state_dict(), trained)
-    with pytest.raises(PredictorError, match="do not fit the network"):
-        Trainer(changed(config, model={"dim": 2 * config.model.dim}), fitted.transform, train, valid, weights=trained)
 
 
 def test_instruction_counts_are_learnt_where_there_are_some(data, config):
