@@ -46,10 +46,11 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     rows = (matrix.T if tall else matrix) / matrix.norm().clamp(min=1e-7)
-    gram, found = rows @ rows.T, torch.eye(len(rows), device=rows.device)
-    one = found
+    gram, changes = rows @ rows.T, list[torch.Tensor]()
     for _ in range(_ITERATIONS):
-        change = torch.addmm(gram, gram, gram, beta=b, alpha=c).add_(one, alpha=a)
-        gram, found = change @ gram @ change, change @ found
-    found = found @ rows
+        if changes:
+            gram = changes[-1] @ gram @ changes[-1]
+        changes.append(torch.addmm(gram, gram, gram, beta=b, alpha=c))
+        changes[-1].diagonal().add_(a)
+    found = torch.linalg.multi_dot([*reversed(changes), rows])
     return found.T if tall else found
