@@ -19,7 +19,7 @@ from cdmpp.device import DEVICE_FEATURES, Device
 from cdmpp.errors import FeatureMismatchError, PredictorError, raised_as, reason
 from cdmpp.files import parse_json, read_json, replacing, write_text
 from cdmpp.predictor.config import ModelConfig
-from cdmpp.predictor.encoding import Correction, FeatureEncoder, transform_from_json
+from cdmpp.predictor.encoding import WAVES, Correction, FeatureEncoder, transform_from_json
 from cdmpp.predictor.evidence import DeviceScaling
 from cdmpp.predictor.network import LatencyNetwork
 from cdmpp.predictor.pair_features import CODE_FEATURES, LOOP_CODE_FEATURES, PAIR_FEATURES
@@ -234,6 +234,9 @@ def _build(state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict
             for name, own in state.get("corrections", {}).items()
         },
     }
+    width = encoder.pair_dim + encoder.code_dim + fields["network"].config.embedding_dim + WAVES
+    if any(len(one.weights) != width for own in fields["corrections"].values() for one in own.values()):
+        raise ValueError("what it was taught of a device is of an earlier cdmpp: finetune again")
     for name, prefix in _PREFIXES.items():
         if name in state:
             own = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}

@@ -1,7 +1,7 @@
 r"""What a few measurements of a device say of a predictor's errors on it, without training the network again.
 
-Errors are a constant of the device, a part that goes with what bounds a program there (the features of program and device
-together, and of the compiled code), and a part that goes with what the network sees in it (its embedding):
+Errors are a constant of the device, a part that goes with what bounds a compiled program there (the features of program and
+device together, and of the code), and a part that goes with what the network sees in it (its embedding, and waves over it):
 
 .. math:: \log(y / f) = c + w^\top r + v^\top h + t + \epsilon,
 

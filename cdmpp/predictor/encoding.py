@@ -390,6 +390,19 @@ class Correction:
         return made
 
 
+#: How many cosines stand for a Gaussian.
+WAVES = 192
+
+
+def waves(inputs: NDArray[np.float64], reach: float) -> NDArray[np.float64]:
+    """Cosines of inputs (n, d), (n, WAVES): random Fourier features (Rahimi and Recht, NIPS 2007) of a Gaussian whose standard
+    deviation is ``reach`` times the root of d. They are always the same."""
+    drawn = np.random.default_rng(0)
+    frequencies = drawn.standard_normal((inputs.shape[1], WAVES)) / (reach * math.sqrt(inputs.shape[1]))
+    found: NDArray[np.float64] = np.cos(inputs @ frequencies + drawn.uniform(0, 2 * np.pi, WAVES))
+    return found
+
+
 #: Shuffled rows are sorted by length inside windows of this many batches.
 _BUCKET_BATCHES = 16
 

@@ -24,7 +24,6 @@ from cdmpp.predictor.correction import Fit, fit_correction
 from cdmpp.predictor.data import TrainingData, gather, split_data
 from cdmpp.predictor.encoding import AST, COMPILED
 from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
-from cdmpp.predictor.network import correction_inputs
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
 
@@ -181,9 +180,11 @@ def _fits(job: _Job) -> dict[str, Fit]:
         evidence = Evidence.of_rows(data, rows, compiled=kind == COMPILED)
         pairs = predictor.pairs_of_rows(data, rows, evidence)
         errors = np.log(data.latency_s[rows] / predictor.predict_pairs(pairs))
-        inputs = correction_inputs(predictor.network, predictor.encode(*pairs[:3], evidence.code))
+        known, seen = predictor.correction_inputs(predictor.encode(*pairs[:3], evidence.code))
+        # what goes with sizes does not carry over to a network's largest products, which nobody measured
+        known = known * (kind == COMPILED)
         tasks = data.labels["task"].iloc[rows].tolist()
-        found[kind] = fit_correction(errors, tasks, *inputs, seed=job.selection.seed)
+        found[kind] = fit_correction(errors, tasks, known, seen, seed=job.selection.seed)
     return found
 
 

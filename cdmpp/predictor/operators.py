@@ -26,7 +26,7 @@ from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import read_json, write_text
 from cdmpp.predictor.checkpoint import load_tensors, save_tensors
-from cdmpp.predictor.encoding import Correction
+from cdmpp.predictor.encoding import Correction, waves
 from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, Mechanism, mechanism, without_unit
 from cdmpp.predictor.solvers import (
     FRAMEWORK,
@@ -99,8 +99,8 @@ _FOLDS = 5
 _SLOW = 0.1
 #: Tables are cut to so many rows of one operator, data type, device and framework.
 _ROWS = 2500
-#: Waves that stand for a Gaussian over the numbers of operators, and how far it reaches in standard deviations of each.
-_WAVES, _REACH = 192, 0.5
+#: How far a Gaussian over the numbers of operators reaches, in standard deviations of each.
+_REACH = 0.5
 #: ATen operators with fewer labels are not told apart from others of their kind.
 _LEAST_LABELS = 10
 #: Rows of a step of training, epochs at least; width of the networks and steps. Labels of a CPU's operators repeat to a few per
@@ -173,13 +173,9 @@ class OperatorModel:
 
     def traits(self, table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
         """What operators are compared by, which depends on no label: flags of their kinds, (n, kinds), and waves over the
-        numbers that networks see, (n, _WAVES): random Fourier features of a Gaussian (Rahimi and Recht, NIPS 2007)."""
-        scaled = self._numbers(table, device)
-        drawn = np.random.default_rng(0)
-        lengths = _REACH * math.sqrt(scaled.shape[1])
-        waves = drawn.standard_normal((scaled.shape[1], _WAVES)) / lengths
+        numbers that networks see, (n, WAVES)."""
         flags = kinds(table)[:, None] == np.array(sorted(kind for kind in self.constants if "@" not in kind))
-        return flags.astype(np.float64), np.cos(scaled @ waves + drawn.uniform(0, 2 * np.pi, _WAVES))
+        return flags.astype(np.float64), waves(self._numbers(table, device), _REACH)
 
     def _numbers(self, table: pd.DataFrame, device: Device) -> FloatArray:
         """The numbers that networks see, standardised, (n, inputs)."""

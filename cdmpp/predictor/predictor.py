@@ -18,7 +18,7 @@ from cdmpp.errors import PredictorError, ProgramError, raised_as
 from cdmpp.files import read_text
 from cdmpp.predictor import pair_features
 from cdmpp.predictor.checkpoint import load_fields, save_fields
-from cdmpp.predictor.encoding import COMPILED, Correction, FeatureEncoder, LabelTransform, PairArrays
+from cdmpp.predictor.encoding import COMPILED, WAVES, Correction, FeatureEncoder, LabelTransform, PairArrays, waves
 from cdmpp.predictor.evidence import NO_EVIDENCE, DeviceScaling, Evidence, check_one_kind, combine
 from cdmpp.predictor.network import LatencyNetwork, correction_inputs, predict_labels
 from cdmpp.predictor.uncertainty import ALL_DEVICES, Calibration, Familiarity, check_coverage
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 #: Coverage of the intervals given with predictions.
 COVERAGE = 0.9
 
+#: How far programs are alike in what corrections add for them, in what an embedding can span.
+_REACH = 0.35
 _DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
 
 #: Program -> its AST or PrimFunc.
@@ -310,13 +312,22 @@ class Predictor:
         logs = np.zeros(len(arrays))
         if not any(name in self.corrections for name in names):
             return logs
-        inputs = correction_inputs(self.network, arrays, embeddings)
+        inputs = self.correction_inputs(arrays, embeddings)
         has_code = arrays.has_code.numpy()
         for number, name in enumerate(names):
             for kind, correction in self.corrections.get(name, {}).items():
                 rows = (arrays.device == number) & (has_code == (kind == COMPILED))
                 logs[rows] = correction.logs(np.concatenate(inputs, axis=1)[rows])
         return logs
+
+    def correction_inputs(
+        self, arrays: PairArrays, embeddings: NDArray[np.float64] | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What corrections go with: features (n, r), and embeddings, in units of about 1 together, with waves over them, which
+        tell the like of what was measured from the rest (n, h + WAVES)."""
+        known, seen = correction_inputs(self.network, arrays, embeddings)
+        units = math.sqrt(seen.shape[1] / 3), math.sqrt(WAVES / 2)
+        return known, np.concatenate([seen / units[0], waves(seen, _REACH) / units[1]], axis=1)
 
     def encode_devices(self, devices: Sequence[str | Device]) -> NDArray[np.float32]:
         """Devices as the network takes them, float32 (m, device_dim)."""
