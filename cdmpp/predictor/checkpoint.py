@@ -219,7 +219,7 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
 
 def _build(state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     encoder = FeatureEncoder.from_arrays(state["encoder"], arrays)
-    fields = {
+    fields: dict[str, Any] = {
         "network": _network(state["model"], encoder),
         "encoder": encoder,
         "transform": transform_from_json(state["label_transform"]),
