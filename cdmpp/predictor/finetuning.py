@@ -26,6 +26,7 @@ from cdmpp.predictor.encoding import AST, COMPILED
 from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
+from cdmpp.predictor.training import HISTORY_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +65,11 @@ def finetune(
     or which; None takes every task with records of the device. ``select`` and ``seed`` are how (the choice is the same before
     and after the device is profiled).
 
-    PredictorError: ``out`` holds a predictor; nothing to choose from; fewer than two programs to learn from.
+    PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from.
     UnknownDeviceError, DatasetError: no such device; no data.
     """
     out = Path(out)
-    if (out / "predictor").exists():
+    if any((out / name).exists() for name in (HISTORY_FILE, "predictor")):
         raise PredictorError(f"{out} holds a training run: choose another folder")
     source = _IN_MEMORY if isinstance(predictor, Predictor) else str(predictor)
     base = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)

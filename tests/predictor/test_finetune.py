@@ -57,8 +57,11 @@ def test_a_run_folder_holds_what_was_chosen_and_a_predictor(small, base, tmp_pat
     assert loaded.training["split"] == result.split.spec
     assert evaluate(loaded, small)["overall"]["n"] == len(result.split.test) == 7 * 12
     assert collect_report(tmp_path / "run", small).scores["overall"]["n"] == 7 * 12
-    with pytest.raises(PredictorError, match="holds a training run"):
-        finetune(base, small, "fast", tmp_path / "run", tasks=3)
+    (tmp_path / "interrupted").mkdir()
+    (tmp_path / "interrupted" / "history.jsonl").touch()
+    for folder in ("run", "interrupted"):
+        with pytest.raises(PredictorError, match="holds a training run"):
+            finetune(base, small, "fast", tmp_path / folder, tasks=3)
 
 
 def test_it_learns_the_device_and_keeps_the_other(small, base, tmp_path):
