@@ -38,6 +38,9 @@ from cdmpp.program.operators import SIZES
 MODELS = ("cdmpp", "mechanism alone", "roofline", "nearest device", "XGBoost")
 METRICS = ("median_ape", "mape")
 MEASURED = (10, 30, 100, 300)
+#: What NeuSight measured, of which whole networks consist.
+OLD_KINDS = ("gemm float32", "elementwise float32", "layernorm float32", "softmax float32")
+OLD_DEVICES = ("a100-pcie-40gb", "mi100", "mi210", "p100-pcie-16gb", "p4", "t4", "v100-pcie-32gb")
 #: By what the roofline expects; the whole of them first.
 SIZE_CLASSES = ("all devices", "all devices below 10 us", "all devices, 10 to 100 us", "all devices above 100 us")
 SELECTIONS = ("variance", "kmeans", "random", "one constant")
@@ -110,12 +113,8 @@ def scores(table: pd.DataFrame, seed: int) -> Iterator[Row]:
             error = np.abs(np.exp(logs) / part.loc[logs.index, "seconds"] - 1).to_numpy()
             yield {
                 "kind": kind, "dtype": dtype, "device": device, "size": size_class, "model": model, "seed": seed,
-                "n": len(error),
-                "median_ape": float(np.median(error)), "mape": float(error.mean()),
-                "interval": {
-                    "median_ape": bootstrap(error, np.arange(len(error)), median=True, resamples=200),
-                    "mape": bootstrap(error, np.arange(len(error)), resamples=200),
-                },
+                "n": len(error), "median_ape": float(np.median(error)), "mape": float(error.mean()),
+                "interval": {m: bootstrap(error, range(len(error)), median=m == "median_ape", resamples=200) for m in METRICS},
             }  # fmt: skip
 
 
@@ -150,8 +149,12 @@ def figures(rows: list[Row]) -> list[Figure]:
     for (kind, size, model), part in table.groupby(["kind", "size", "model"], sort=True):
         of_seed = part.groupby("seed").agg({"median_ape": "mean", "mape": "mean", "n": "sum"}).reset_index()
         found.append(mean_figure(f"{kind}, {size}, {model}", of_seed.to_dict("records"), METRICS))
-    whole = table[(table["model"] == "cdmpp") & (table["size"] == SIZE_CLASSES[0])]
-    for (kind, dtype, device), part in whole.groupby(["kind", "dtype", "device"]):
+    whole = table[table["size"] == SIZE_CLASSES[0]]
+    for model, part in whole[whole["kind"].isin(OLD_KINDS) & whole["device"].isin(OLD_DEVICES)].groupby("model"):
+        of_kind = part.groupby(["seed", "kind"]).agg({"median_ape": "mean", "mape": "mean", "n": "sum"})
+        of_seed = of_kind.groupby("seed").agg({"median_ape": "mean", "mape": "mean", "n": "sum"}).reset_index()
+        found.append(mean_figure(f"NeuSight's operators, kinds alike, {model}", of_seed.to_dict("records"), METRICS))
+    for (kind, dtype, device), part in whole[whole["model"] == "cdmpp"].groupby(["kind", "dtype", "device"]):
         found.append(mean_figure(f"{kind}, {dtype}, {device}", part.to_dict("records"), METRICS))
     taught = pd.DataFrame([row for group in rows for row in group["measurements"]])
     same = taught.groupby("device")["measured"].transform("max") == max(MEASURED)  # the same devices for every number

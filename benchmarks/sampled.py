@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from cdmpp.dataset import DatasetView
 from cdmpp.dataset.split import ordered
 from cdmpp.errors import DatasetError
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 class SampledView(DatasetView):
