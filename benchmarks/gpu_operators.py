@@ -37,6 +37,7 @@ from cdmpp.program.operators import SIZES
 
 MODELS = ("cdmpp", "mechanism alone", "roofline", "nearest device", "XGBoost")
 METRICS = ("median_ape", "mape")
+MEANS = {"median_ape": "mean", "mape": "mean", "n": "sum"}
 MEASURED = (10, 30, 100, 300)
 #: What NeuSight measured, of which whole networks consist.
 OLD_KINDS = ("gemm float32", "elementwise float32", "layernorm float32", "softmax float32")
@@ -147,19 +148,19 @@ def figures(rows: list[Row]) -> list[Figure]:
     table = pd.DataFrame([row for group in rows for row in group["scores"]])
     found = []
     for (kind, size, model), part in table.groupby(["kind", "size", "model"], sort=True):
-        of_seed = part.groupby("seed").agg({"median_ape": "mean", "mape": "mean", "n": "sum"}).reset_index()
+        of_seed = part.groupby("seed").agg(MEANS).reset_index()
         found.append(mean_figure(f"{kind}, {size}, {model}", of_seed.to_dict("records"), METRICS))
     whole = table[table["size"] == SIZE_CLASSES[0]]
     for model, part in whole[whole["kind"].isin(OLD_KINDS) & whole["device"].isin(OLD_DEVICES)].groupby("model"):
-        of_kind = part.groupby(["seed", "kind"]).agg({"median_ape": "mean", "mape": "mean", "n": "sum"})
-        of_seed = of_kind.groupby("seed").agg({"median_ape": "mean", "mape": "mean", "n": "sum"}).reset_index()
+        of_kind = part.groupby(["seed", "kind"]).agg(MEANS)
+        of_seed = of_kind.groupby("seed").agg(MEANS).reset_index()
         found.append(mean_figure(f"NeuSight's operators, kinds alike, {model}", of_seed.to_dict("records"), METRICS))
     for (kind, dtype, device), part in whole[whole["model"] == "cdmpp"].groupby(["kind", "dtype", "device"]):
         found.append(mean_figure(f"{kind}, {dtype}, {device}", part.to_dict("records"), METRICS))
     taught = pd.DataFrame([row for group in rows for row in group["measurements"]])
     same = taught.groupby("device")["measured"].transform("max") == max(MEASURED)  # the same devices for every number
     for (n, select), part in taught[same].groupby(["measured", "select"]):
-        of_seed = part.groupby("seed").agg({"median_ape": "mean", "mape": "mean", "n": "sum"}).reset_index()
+        of_seed = part.groupby("seed").agg(MEANS).reset_index()
         of_device = part.groupby("device")[list(METRICS)].mean()
         ends = {metric: bootstrap(of_device[metric], np.arange(len(of_device))) for metric in METRICS}
         shown = mean_figure(f"{n} operators of a new device measured, {select}", of_seed.to_dict("records"), METRICS)

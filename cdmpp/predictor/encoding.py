@@ -365,11 +365,6 @@ class Correction:
     low: float
     high: float
 
-    @classmethod
-    def of(cls, constant: float, width: int) -> Correction:
-        """The same for all programs, whose inputs are so wide."""
-        return cls(constant, np.zeros(width), np.zeros(width), 0.0, 0.0)
-
     def logs(self, inputs: NDArray[np.float64]) -> NDArray[np.float64]:
         """To be added for programs with these inputs (n, d), (n,)."""
         return self.constant + np.clip((inputs - self.mean) @ self.weights, self.low, self.high)

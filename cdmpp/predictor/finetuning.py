@@ -180,8 +180,9 @@ def _fits(job: _Job) -> dict[str, Fit]:
             continue
         evidence = Evidence.of_rows(data, rows, compiled=kind == COMPILED)
         pairs = predictor.pairs_of_rows(data, rows, evidence)
-        errors = np.log(data.latency_s[rows] / predictor.predict_pairs(pairs))
-        known, seen = predictor.correction_inputs(predictor.encode(*pairs[:3], evidence.code))
+        arrays = predictor.encode(*pairs[:3], evidence.code)
+        errors = np.log(data.latency_s[rows] / predictor.predict_pairs(pairs, arrays))
+        known, seen = predictor.correction_inputs(arrays)
         # what goes with sizes does not carry over to a network's largest products, which nobody measured
         known = known * (kind == COMPILED)
         tasks = data.labels["task"].iloc[rows].tolist()

@@ -312,12 +312,12 @@ class Predictor:
         logs = np.zeros(len(arrays))
         if not any(name in self.corrections for name in names):
             return logs
-        inputs = self.correction_inputs(arrays, embeddings)
+        inputs = np.concatenate(self.correction_inputs(arrays, embeddings), axis=1)
         has_code = arrays.has_code.numpy()
         for number, name in enumerate(names):
             for kind, correction in self.corrections.get(name, {}).items():
                 rows = (arrays.device == number) & (has_code == (kind == COMPILED))
-                logs[rows] = correction.logs(np.concatenate(inputs, axis=1)[rows])
+                logs[rows] = correction.logs(inputs[rows])
         return logs
 
     def correction_inputs(

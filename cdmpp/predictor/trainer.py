@@ -88,8 +88,8 @@ class Trainer:
             raise PredictorError(f"training needs training and validation records, got {len(train)} and {len(valid)}")
         if config.loss.cmd_weight and not adapt:
             raise PredictorError(
-                "loss.cmd_weight is above 0, but there are no programs to adapt to: a by_network or by_device split "
-                "has them with adapt=0.3"
+                "loss.cmd_weight is above 0, but there are no programs to adapt to: "
+                "a by_network or by_device split has them with adapt=0.3"
             )
         self._config = config.train
         self._transform = transform

@@ -250,7 +250,7 @@ def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative_to: st
     )
 
 
-def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int = 0) -> Predictor:
+def calibrated(predictor: Predictor, data: TrainingData, split: Split) -> Predictor:
     """The predictor with intervals and familiarity from the split it was trained with (PredictorError: no training or no
     validation records). Intervals are calibrated on the validation part alone (:mod:`cdmpp.predictor.uncertainty`): of plain
     predictions, of those with instruction counts, and of those with latencies on other devices, whose scaling is fitted there
@@ -260,7 +260,7 @@ def calibrated(predictor: Predictor, data: TrainingData, split: Split, seed: int
         raise PredictorError("calibrating needs training and validation records")
     hidden = np.concatenate([split.test, split.adapt])
     scaling = fit_scaling(predictor.predict_rows, data, rows, hidden)
-    familiarity = Familiarity.fit(predictor.encoder, data, split.train, rows, seed)
+    familiarity = Familiarity.fit(predictor.encoder, data, split.train, rows)
     predictor = replace(predictor, scaling=scaling, familiarity=familiarity)
 
     def fit(evidence: Evidence) -> Calibration | None:
