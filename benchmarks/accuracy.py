@@ -38,6 +38,7 @@ from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, make_model
 from cdmpp.predictor.data import subset
 from cdmpp.predictor.evaluation import score
 from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
+from cdmpp.predictor.metrics import least_mape_shift
 
 SPLITS = ("within_task", "by_task", "by_network", "by_device", "few_shot")
 COMPILED, MEASURED, BY_ESTIMATE = "ours-compiled", "ours-measured", "measured-by-estimate"
@@ -198,7 +199,7 @@ def score_taught(
         predicted[COMPILED] = tuned.predict_rows(data, rows, Evidence.of_rows(data, rows, compiled=True))
     for name, model in models.items():
         if name != "ours":
-            constant = np.median(label_s / model.predict(data, shots))
+            constant = np.exp(least_mape_shift(np.log(label_s / model.predict(data, shots))))
             predicted[f"{name} times a constant"] = constant * model.predict(data, rows)
     predicted["elsewhere"] = elsewhere_s(data, device, shots, rows)
     known = np.isfinite(predicted["elsewhere"])

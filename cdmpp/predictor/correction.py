@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import Correction
+from cdmpp.predictor.metrics import least_mape_shift
 
 FloatArray = NDArray[np.float64]
 
@@ -75,7 +76,7 @@ def fit_correction(
         inverse = np.linalg.inv(sum((sd**2 * kernel for sd, kernel in zip(step, kernels, strict=True)), noise))
         without = _left_out(inverse, errors, task) if len(names) > 1 else errors - errors.mean()
         # predictions that are too long weigh more: what is left is centred where the mean error is least
-        centre = _least_mape(without, task) * len(names) / (len(names) + _TASKS_WITHOUT)
+        centre = least_mape_shift(without, task) * len(names) / (len(names) + _TASKS_WITHOUT)
         tried = _by_task(without - centre, task)
         gained = of_task - tried
         sure = _SURE if best[0] else _SURE_OF_CONSTANT
@@ -97,14 +98,6 @@ def _by_task(errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:
     """MAPE of each task, of log(measured / predicted)."""
     mapes: FloatArray = np.bincount(task, np.abs(np.expm1(-errors))) / np.bincount(task)
     return mapes
-
-
-def _least_mape(errors: FloatArray, task: NDArray[np.int64]) -> float:
-    """What has to be added to the logarithms of predictions for the least MAPE, tasks weighing alike: a weighted median."""
-    weights = np.exp(-errors) / np.bincount(task)[task]
-    order = np.argsort(errors)
-    total = np.cumsum(weights[order])
-    return float(errors[order][np.searchsorted(total, total[-1] / 2)])
 
 
 def _left_out(inverse: FloatArray, errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:

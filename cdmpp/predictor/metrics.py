@@ -99,6 +99,17 @@ def evaluate_groups(
     return scored
 
 
+def least_mape_shift(errors: NDArray[np.float64], group: ArrayLike | None = None) -> float:
+    """What has to be added to the logarithms of predictions for the least MAPE, by log(measured / predicted), (n,): a weighted
+    median. Records weigh alike, or groups by the number of each record's, int (n,)."""
+    weights = np.exp(-errors)
+    if group is not None:
+        weights = weights / np.bincount(group)[group]
+    order = np.argsort(errors)
+    total = np.cumsum(weights[order])
+    return float(errors[order][np.searchsorted(total, total[-1] / 2)])
+
+
 def _or_unknown(values: ArrayLike | None, n: int) -> NDArray[np.float64]:
     return np.full(n, np.nan) if values is None else np.asarray(values, dtype=np.float64)
 

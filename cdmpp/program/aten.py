@@ -235,11 +235,13 @@ def _cell(op: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def _recurrent(op: str) -> Callable[[Any], dict[str, Any]]:
-    """Layers and directions of ``nn.LSTM`` or ``nn.GRU``, one after the other, as a batch of the mean one."""
+    """Layers and directions of ``nn.LSTM`` or ``nn.GRU``, one after the other, as a batch of the mean one; ONNX has the weights
+    of both directions in one array."""
 
     def rule(node: Any) -> dict[str, Any]:
         x = _value(node.args[0]).shape
-        weights = [_value(arg).shape for arg in node.args[2] if len(_value(arg).shape) == 2]
+        shapes = [_value(arg).shape for arg in node.args[2]]
+        weights = [shape[-2:] for shape in shapes if len(shape) > 1 for _ in range(math.prod(shape[:-2]))]
         runs = len(weights) // 2  # each has weights of the input and of the state
         m = 1 if len(x) == 2 else x[0 if len(node.args) > 8 and node.args[8] else 1]
         n, steps = weights[0][0] / GATES[op], math.prod(x[:-1]) // m

@@ -51,6 +51,14 @@ def test_a_split_without_validation_leaves_programs_to_stop_by(data):
     assert results["xgboost-ast"]["overall"]["n"] == len(without.test)
 
 
+def test_trees_have_the_factor_that_is_best_on_validation(data, split):
+    model = XGBoostModel("ast", rounds=20)
+    model.fit(data, split)
+    ratio = model.predict(data, split.valid) / data.latency_s[split.valid]
+    mapes = [np.abs(factor * ratio - 1).mean() for factor in (1, 0.98, 1.02)]
+    assert mapes[0] == min(mapes) and model.shift_ != 0
+
+
 def test_the_harness_scores_all_models_on_the_same_records(data, split, config):
     models = [TaskMedian(), XGBoostModel("ast", rounds=80), CdmppModel(changed(config, train={"epochs": 2}))]
     results = evaluate_models(models, data, split, by=("device",))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cdmpp.errors import LabelError, PredictorError
-from cdmpp.predictor.metrics import evaluate_groups, evaluate_predictions
+from cdmpp.predictor.metrics import evaluate_groups, evaluate_predictions, least_mape_shift
 
 
 def score(labels, predictions, task=None, device=None, noise=None):
@@ -123,6 +123,15 @@ def test_many_programs_of_one_task_give_the_same_as_pair_by_pair():
         total += len(later)
         right += ((labels[later] > labels[i]) == (predictions[later] > predictions[i])).sum()
     assert score(labels, predictions, noise=noise)["pairwise_accuracy"] == pytest.approx(right / total)
+
+
+@given(st.lists(st.tuples(st.floats(-2, 2), st.integers(0, 3)), min_size=1, max_size=12))
+def test_the_shift_has_the_least_mape(records):
+    errors, group = np.array([e for e, _ in records]), np.array([g for _, g in records])
+    for weights, known in ((np.ones(len(group)), None), (1 / np.bincount(group)[group], group)):
+        shift = least_mape_shift(errors, known)
+        mape = [(weights * np.abs(np.exp(s - errors) - 1)).sum() for s in (shift, *np.linspace(-2, 2, 41))]
+        assert mape[0] <= min(mape) + 1e-9
 
 
 def test_bad_input_is_refused():

@@ -83,6 +83,19 @@ def test_onnx_operators_are_those_that_they_mean(tmp_path) -> None:
     pd.testing.assert_frame_equal(found, own)
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_an_onnx_recurrent_layer_has_the_sizes_of_both_directions(layer, tmp_path) -> None:
+    module = Function(lambda self, x: self.inner(x)[0], inner=layer(10, 20, bidirectional=True)).eval()
+    inputs, path = (torch.randn(7, 3, 10),), tmp_path / "m.onnx"
+    torch.onnx.export(module, inputs, path, dynamo=False, opset_version=17)
+    meant = load_network(str(path)).operators
+    assert meant is not None
+    own, found = (table_of(calls_of(p)) for p in (Network.from_torch(module, inputs).export(), meant()))
+    row, expected = (t[t["op"] == layer.__name__.lower()].reset_index(drop=True) for t in (found, own))
+    pd.testing.assert_frame_equal(row, expected, check_like=True)
+    assert len(row) == 1
+
+
 def test_work_of_a_transposed_convolution_and_of_a_cell() -> None:
     (up,) = calls(lambda self, x: self.up(x), (1, 6, 8, 8), up=nn.ConvTranspose2d(6, 4, 4, 2, 1, bias=False))
     assert work(table_of([up]))["matrix"][0] == 2 * 6 * 4 * 16 * 64
