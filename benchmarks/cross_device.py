@@ -1,7 +1,7 @@
 """Devices never measured: leave one out of the public measurements, against NeuSight's, Habitat's, Li's and roofline's figures.
 
     python benchmarks/cross_device.py --data ../shared/data --json cross_device.json
-    python benchmarks/cross_device.py --only-device v100-pcie-32gb --records 7000 --few-shot 20 --json v100.json
+    python benchmarks/cross_device.py --only-device v100-pcie-32gb --records 7000 --few-shot 20 --seeds 0 --json v100.json
     python benchmarks/cross_device.py --predictor default --unseen h100_traces.parquet h100_e2e.csv --json unseen.json
 
 For each device in turn a predictor is trained on the records of the others (``--records`` of them, as many of every
@@ -12,8 +12,8 @@ of nodes would score.
 
 Nodes and networks are compared with the authors' own predictions for the same rows (``micro`` is Li's model); NeuSight was
 trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that all sources have, ``n_own`` says how many
-each has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans and at random,
-and the device's other records and its networks are predicted again.
+each has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans, and its other
+records and networks are predicted again. Seeds are of the network and of what is chosen.
 
 ``--unseen`` takes files of the same columns with devices that are in none of the above, for what was trained on all.
 ``--predictor`` judges given weights in place of training; a device that these have seen counts for no mean. What is imported
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 import sys
 import time
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Figure, Results, Row, arguments, bootstrap, figure, provenance, start
+from common import Figure, Results, Row, arguments, bootstrap, figure, mean_figure, provenance, start
 from sampled import SampledView, sample_evenly
 from traces import FAMILIES, compare_networks, compare_nodes, network_row, node_rows, operator_errors
 
@@ -101,12 +100,12 @@ def gathered(args: argparse.Namespace, config: Config) -> Bench:
             for device in graph.meta["devices"]:
                 graphs.setdefault(device, {}).setdefault(graph.name, graph)
     pool = load_datasets(folders[:1]).device_names
-    rows = sample_evenly(view, args.records, args.seed, pool).rows
+    rows = sample_evenly(view, args.records, 0, pool).rows
     further = sorted(set(view.device_names) - set(pool))
     if further:
         # drawn by themselves, so that what is trained on does not depend on them
         count = args.records // len(pool) * len(further)
-        rows = np.concatenate([rows, sample_evenly(view, count, args.seed, further).rows])
+        rows = np.concatenate([rows, sample_evenly(view, count, 0, further).rows])
     data = gather(SampledView(view, np.sort(rows)))
     unseen = {name for folder in folders[1:] for g in load_graphs(folder).values() for name in g.meta["devices"]}
     by_device = {device: list(own.values()) for device, own in graphs.items()}
@@ -123,17 +122,17 @@ def trained_once(config: Config, data: TrainingData, settings: list[Any], work: 
     return train(config, data, out, resume=True).predictor
 
 
-def trained_without(bench: Bench, device: str) -> Predictor:
+def trained_without(bench: Bench, device: str, seed: int) -> Predictor:
     """A predictor of all records of the pool but the device's."""
     args, data = bench.args, bench.records_for(device)
     # without records of the device there is nothing to leave out; a split has to test something
-    spec = f"by_device:heldout={device};seed={args.seed}" if device in data.devices else "by_task:test=0.01"
+    spec = f"by_device:heldout={device};seed={seed}" if device in data.devices else "by_task:test=0.01"
     config = bench.config.model_copy(
         update={"split": bench.config.split.model_copy(update={"spec": spec}),
-                "train": bench.config.train.model_copy(update={"seed": args.seed})}
+                "train": bench.config.train.model_copy(update={"seed": seed})}
     )  # fmt: skip
     others = sorted(set(bench.pool) - {device})
-    return trained_once(config, data, [others, args.records, args.seed, args.limit], args.work)
+    return trained_once(config, data, [others, args.records, seed, args.limit], args.work)
 
 
 def judged(bench: Bench, predictor: Predictor, data: TrainingData, device: str, rows: np.ndarray) -> Row:
@@ -162,12 +161,12 @@ def judged(bench: Bench, predictor: Predictor, data: TrainingData, device: str, 
     return found
 
 
-def evaluate_device(bench: Bench, given: Predictor | None, device: str, results: Results) -> None:
+def evaluate_device(bench: Bench, given: Predictor | None, device: str, seed: int, results: Results) -> None:
     """Zero-shot first, then with so many measurements of the device."""
     args, data = bench.args, bench.records_for(device)
     vendor = get_device(device).vendor
     rows = np.flatnonzero(data.labels["device"] == device)
-    base = cache(lambda: given or trained_without(bench, device))
+    base = cache(lambda: given or trained_without(bench, device, seed))
 
     def unseen() -> Row:
         known = sorted(base().training.get("records_by_device", base().devices))
@@ -178,51 +177,63 @@ def evaluate_device(bench: Bench, given: Predictor | None, device: str, results:
             **judged(bench, base(), data, device, rows),
         }
 
-    def taught(k: int, select: str, seed: int) -> Row:
-        tuned, split = few_shot(base(), data, device, k, select, seed)
-        print(f"{device} {select} K={k} seed {seed}", flush=True)
+    def taught(k: int) -> Row:
+        tuned, split = few_shot(base(), data, device, k, "kmeans", seed)
+        print(f"{device} K={k} seed {seed}", flush=True)
         row = judged(bench, tuned, data, device, np.asarray(split.test))
         row.pop("nodes", None)
         return {"vendor": vendor, **row}
 
-    if results.once(unseen, device=device, k=0)["in_training"] or not len(rows):
+    if results.once(unseen, device=device, k=0, seed=seed)["in_training"] or not len(rows):
         return
     for k in args.few_shot:
         if k >= data.labels["task"].iloc[rows].nunique():
             print(f"{device}: has no {k} tasks to learn and others to test", file=sys.stderr)
             continue
-        for select, seed in itertools.product(args.select, args.few_shot_seeds):
-            results.once(partial(taught, k, select, seed), device=device, k=k, select=select, seed=seed)
+        results.once(partial(taught, k), device=device, k=k, seed=seed)
+
+
+_TITLES = ("mape", "end to end", "NeuSight end to end", "networks")
 
 
 def figures(rows: list[Row]) -> list[Figure]:
-    """Of every device, unseen and with K measurements, beside NeuSight on the networks that it predicts; then means."""
-    found = []
-    means: dict[int, list[Row]] = {}
+    """Means over the seeds: of every device, unseen and with K measurements, beside NeuSight on the networks that it predicts;
+    then of all devices."""
+    groups: dict[str, list[Row]] = {}
+    means: dict[int, dict[int, list[Row]]] = {}
     seen = {row["device"] for row in rows if row.get("in_training")}
     for row in sorted(rows, key=lambda row: (row["device"], row["k"])):
-        operators, whole = row.get("operators", {}), row.get("end_to_end", {"sources": {}})
-        values = {
-            "mape": operators.get("mape"),
-            "end to end": whole["sources"].get("cdmpp", {}).get("ape_mean"),
-            "NeuSight end to end": whole["sources"].get("neusight", {}).get("ape_mean_own"),
-            "networks": whole.get("n"),
-        }
-        ends = {"mape": operators.get("interval"), "end to end": whole.get("interval")}
-        interval = {key: value for key, value in ends.items() if value}
-        what = f"{row['k']} measured ({row['select']})" if row["k"] else "unseen"
-        name = f"{row['device']}, {'in training' if row['device'] in seen else what}"
-        found.append(figure(name, values, operators.get("n"), interval=interval))
-        if row["device"] not in seen and row.get("select", "kmeans") == "kmeans":
-            means.setdefault(row["k"], []).append(row)
-    for k, own in means.items():
-        mapes = [row["operators"]["mape"] for row in own if "operators" in row]
-        whole = [r for row in own if row["vendor"] == "nvidia" for r in row.get("end_to_end", {"rows": ()})["rows"]]
-        errors = [abs(row["predicted_s"]["cdmpp"] / row["measured_s"] - 1) for row in whole]
-        values = {"networks": len(errors), **({"mape": float(np.mean(mapes))} if mapes else {})}
-        values |= {"end to end": float(np.mean(errors))} if errors else {}
-        found.append(figure(f"mean, {k} measured (kmeans)" if k else "mean, unseen", values, len(mapes)))
-    return found + node_figures([row for row in means.get(0, ()) if row["vendor"] == "nvidia"])
+        what = f"{row['k']} measured" if row["k"] else "in training" if row["device"] in seen else "unseen"
+        groups.setdefault(f"{row['device']}, {what}", []).append(_errors_of(row))
+        if row["device"] not in seen:
+            means.setdefault(row["k"], {}).setdefault(row["seed"], []).append(row)
+    for k, by_seed in means.items():
+        groups[f"mean, {k} measured" if k else "mean, unseen"] = list(map(_means_of, by_seed.values()))
+    unseen = [row for own in means.get(0, {}).values() for row in own if row["vendor"] == "nvidia"]
+    return [mean_figure(name, own, _TITLES) for name, own in groups.items()] + node_figures(unseen)
+
+
+def _errors_of(row: Row) -> Row:
+    operators, whole = row.get("operators", {}), row.get("end_to_end", {"sources": {}})
+    ends = {"mape": operators.get("interval"), "end to end": whole.get("interval")}
+    of = {name: whole["sources"].get(name, {}) for name in ("cdmpp", "neusight")}
+    errors = operators.get("mape"), of["cdmpp"].get("ape_mean"), of["neusight"].get("ape_mean_own"), whole.get("n")
+    interval = {key: value for key, value in ends.items() if value}
+    return {
+        **dict(zip(_TITLES, errors, strict=True)),
+        "interval": interval,
+        "n": operators.get("n", 0),
+        "seed": row["seed"],
+    }
+
+
+def _means_of(rows: list[Row]) -> Row:
+    """Of one seed: the mean over devices, of NVIDIA's over networks."""
+    mapes = [row["operators"]["mape"] for row in rows if "operators" in row]
+    whole = [r for row in rows if row["vendor"] == "nvidia" for r in row.get("end_to_end", {"rows": ()})["rows"]]
+    errors = [abs(row["predicted_s"]["cdmpp"] / row["measured_s"] - 1) for row in whole]
+    values = {key: float(np.mean(own)) for key, own in (("mape", mapes), ("end to end", errors)) if own}
+    return {**values, "networks": len(errors), "n": len(mapes), "seed": rows[0]["seed"]}
 
 
 def node_figures(rows: Sequence[Row]) -> list[Figure]:
@@ -250,10 +261,9 @@ def main() -> None:
 
     config = load_config(args.config)
     files = [args.data / name for name in FILES] + args.unseen
-    options = {name: getattr(args, name) for name in ("records", "seed", "limit")}
+    options = {name: getattr(args, name) for name in ("records", "limit")}
     options["config"] = config.model_dump(mode="json")
-    seeds = {args.seed, *args.few_shot_seeds}
-    results = Results(args.json, provenance(__file__, files, args.predictor, seeds), options, figures)
+    results = Results(args.json, provenance(__file__, files, args.predictor, args.seeds), options, figures)
     given = load_predictor(args.predictor) if args.predictor else None
     bench = gathered(args, config)
     known = {*bench.graphs, *bench.data.devices}
@@ -261,7 +271,8 @@ def main() -> None:
     for device in devices:
         if device not in known:
             sys.exit(f"nothing was measured on {device}; there are {', '.join(sorted(known))}")
-        evaluate_device(bench, given, device, results)
+        for seed in args.seeds:
+            evaluate_device(bench, given, device, seed, results)
     results.finish()
 
 

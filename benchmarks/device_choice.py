@@ -96,7 +96,7 @@ def network_choices(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     by_network: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         for case in row["end_to_end"]["rows"] if row["k"] == 0 else ():
-            by_network.setdefault(case["network"], {})[row["device"]] = case
+            by_network.setdefault(case["network"], {}).setdefault(row["device"], case)
     found = []
     for network, cases in by_network.items():
         says = {
