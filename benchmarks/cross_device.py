@@ -15,9 +15,9 @@ trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that
 each has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans, and its other
 records and networks are predicted again. Seeds are of the network and of what is chosen.
 
-``--unseen`` takes files of the same columns with devices that are in none of the above, for what was trained on all.
-``--predictor`` judges given weights in place of training; a device that these have seen counts for no mean. What is imported
-and trained is kept in ``--work``. Intervals are over tasks for operators and over networks end to end.
+``--unseen`` takes files of the same columns with devices that are in none of the above. ``--predictor`` judges given weights in
+place of training; a device that these have seen counts for no mean. What is made is kept in ``--work``. Intervals are over tasks
+for operators and over networks end to end.
 """
 
 from __future__ import annotations
@@ -163,8 +163,7 @@ def judged(bench: Bench, predictor: Predictor, data: TrainingData, device: str, 
 
 def evaluate_device(bench: Bench, given: Predictor | None, device: str, seed: int, results: Results) -> None:
     """Zero-shot first, then with so many measurements of the device."""
-    args, data = bench.args, bench.records_for(device)
-    vendor = get_device(device).vendor
+    args, data, vendor = bench.args, bench.records_for(device), get_device(device).vendor
     rows = np.flatnonzero(data.labels["device"] == device)
     base = cache(lambda: given or trained_without(bench, device, seed))
 
@@ -197,8 +196,7 @@ _TITLES = ("mape", "end to end", "NeuSight end to end", "networks")
 
 
 def figures(rows: list[Row]) -> list[Figure]:
-    """Means over the seeds: of every device, unseen and with K measurements, beside NeuSight on the networks that it predicts;
-    then of all devices."""
+    """Means over the seeds: of every device, unseen and with K measurements, beside NeuSight; then of all devices."""
     groups: dict[str, list[Row]] = {}
     means: dict[int, dict[int, list[Row]]] = {}
     seen = {row["device"] for row in rows if row.get("in_training")}
@@ -232,7 +230,7 @@ def _means_of(rows: list[Row]) -> Row:
     mapes = [row["operators"]["mape"] for row in rows if "operators" in row]
     whole = [r for row in rows if row["vendor"] == "nvidia" for r in row.get("end_to_end", {"rows": ()})["rows"]]
     errors = [abs(row["predicted_s"]["cdmpp"] / row["measured_s"] - 1) for row in whole]
-    values = {key: float(np.mean(own)) for key, own in (("mape", mapes), ("end to end", errors)) if own}
+    values = {key: float(np.mean(own)) for key, own in zip(_TITLES, (mapes, errors), strict=False) if own}
     return {**values, "networks": len(errors), "n": len(mapes), "seed": rows[0]["seed"]}
 
 

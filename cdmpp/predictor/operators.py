@@ -93,6 +93,9 @@ _FITTED_WITH = {"attention prefill long": "attention prefill"}
 _SERVED_BY = {**_FITTED_WITH, "attention prefill narrow": "attention prefill"}
 #: Operators of one kind and device that constants are fitted to, at most.
 _FITTED_ROWS = 3000
+#: Noise of a label that weighs half as much in training as one without: most are below a fifth of it, and of some the machine's
+#: neighbours made half.
+_NOISE = 0.1
 #: Parts of the operators of a single family of devices that are left out in turn.
 _FOLDS = 5
 #: What was measured by one framework alone, which usually takes so much longer than the fastest, says nothing of the fastest.
@@ -609,6 +612,7 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
     scaled = standardised(rows, mean, std)
     # groups of an operator, data type and device weigh as the root of their size, so that large ones do not rule
     weights = table.groupby(["op", "dtype", "device"])["seconds"].transform("size").to_numpy(dtype=np.float64) ** -0.5
+    weights = weights / (1 + (table["noise"].fillna(0).to_numpy(dtype=np.float64) / _NOISE) ** 2)
     labels, weights = (torch.from_numpy(x.astype(np.float32)) for x in (target, weights / weights.mean()))
 
     def loss(found: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
