@@ -15,9 +15,9 @@ trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that
 each has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans, and its other
 records and networks are predicted again. Seeds are of the network and of what is chosen.
 
-``--unseen`` takes files of the same columns with devices that are in none of the above. ``--predictor`` judges given weights in
-place of training; a device that these have seen counts for no mean. What is made is kept in ``--work``. Intervals are over tasks
-for operators and over networks end to end.
+``--unseen`` takes files of the same columns with devices in none of the above. ``--predictor`` judges given weights in place of
+training; a device that these have seen counts for no mean. What is made is kept in ``--work``. Intervals are over tasks for
+operators and over networks end to end.
 """
 
 from __future__ import annotations
