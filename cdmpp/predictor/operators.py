@@ -612,7 +612,8 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
     scaled = standardised(rows, mean, std)
     # groups of an operator, data type and device weigh as the root of their size, so that large ones do not rule
     weights = table.groupby(["op", "dtype", "device"])["seconds"].transform("size").to_numpy(dtype=np.float64) ** -0.5
-    weights = weights / (1 + (table["noise"].fillna(0).to_numpy(dtype=np.float64) / _NOISE) ** 2)
+    noise = table.get("noise", pd.Series(0.0, table.index)).fillna(0).to_numpy(dtype=np.float64)
+    weights = weights / (1 + (noise / _NOISE) ** 2)
     labels, weights = (torch.from_numpy(x.astype(np.float32)) for x in (target, weights / weights.mean()))
 
     def loss(found: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

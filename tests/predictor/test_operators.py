@@ -236,6 +236,16 @@ def test_of_one_family_operators_are_left_out_and_networks_count_elsewhere(tmp_p
     assert high / low > 4, "nothing says how far off it is there"
 
 
+def test_noisy_labels_weigh_less() -> None:
+    table, errors = labels({"mi210": 1.0}), []
+    wrong = np.arange(len(table)) % 3 == 0
+    table.loc[wrong, "seconds"] *= 3
+    for noise in (0.0, 1.0):
+        model, _ = train(training_table(table.assign(noise=noise * wrong)), members=1, epochs=60)
+        errors.append(np.abs(model.predict(table[~wrong], "mi210") / table["seconds"][~wrong] - 1).mean())
+    assert errors[1] < 0.7 * errors[0]
+
+
 def test_a_model_with_fewer_inputs_than_this_version_knows_is_read(tmp_path: Path) -> None:
     older = copy.deepcopy(SHIPPED)
     for network in older.networks:
