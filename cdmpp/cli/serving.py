@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -34,16 +35,19 @@ def add_options(sub: Parser) -> None:
 
 def run(args: Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
     """Predict, show and give as JSON values; one device's numbers also stand on top."""
+    from cdmpp.device import get_device
     from cdmpp.endtoend.latency import read_prices
     from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
     from cdmpp.predictor.operators import load_operator_model
 
     dtype = args.dtype or "bfloat16"
     with errors.status("predicting operators"):
-        model = load_operator_model(args.predictor)
         if args.network.lower().endswith((".parquet", ".csv")):
-            reports = predict_operators(args.network, devices, model, dtype=dtype, framework=args.framework)
+            known = {name: load_operator_model(args.predictor, get_device(name).kind) for name in devices}
+            asked = partial(predict_operators, args.network, dtype=dtype, framework=args.framework)
+            reports = [report for name, model in known.items() for report in asked([name], model)]
         else:
+            model = load_operator_model(args.predictor)
             given = {name: getattr(args, name) for name in ("kv_dtype", "phase", "batch", "seq", "past")}
             serving = Serving(dtype=dtype, generate=args.generate, tp=args.tp, **given)
             prices = None if args.price is None else read_prices(args.price)

@@ -327,6 +327,16 @@ def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path) -> None
         predict_operators(path, ["l40s"], SHIPPED)
 
 
+def test_a_list_on_a_cpu_is_priced_by_its_operators(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "step.csv"
+    path.write_text("op,m,n,k,count\ngemm,128,512,256,2\n")
+    found = command.json("latency", path, "--device", "h200,epyc-zen4-2.6ghz@1", "--dtype", "float32")["reports"]
+    took = {report["device"]: report["latency_s"] for report in found}
+    table = operator_table([{"op": "gemm", "dtype": "float32", "m": 128, "n": 512, "k": 256}])
+    for name, model in (("h200", SHIPPED), ("epyc-zen4-2.6ghz@1", load_operator_model(kind="cpu"))):
+        assert took[name] == pytest.approx(2 * model.predict(table, name)[0])
+
+
 def test_from_a_list_to_a_corrected_latency_and_its_picture(tmp_path: Path, command: Command) -> None:
     listed, data, taught, page = (tmp_path / name for name in ("h200.csv", "labels", "taught", "page/step.html"))
     ask = ["finetune", "--device", "h200", "--tasks", "40", "--out"]
