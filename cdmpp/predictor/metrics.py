@@ -99,7 +99,7 @@ def evaluate_groups(
     return scored
 
 
-def least_mape_shift(errors: NDArray[np.float64], group: ArrayLike | None = None) -> float:
+def least_mape_shift(errors: NDArray[np.float64], group: NDArray[np.int64] | None = None) -> float:
     """What has to be added to the logarithms of predictions for the least MAPE, by log(measured / predicted), (n,): a weighted
     median. Records weigh alike, or groups by the number of each record's, int (n,)."""
     weights = np.exp(-errors)
