@@ -57,7 +57,9 @@ def test_being_told_the_instructions_helps_and_doing_without_works(trained, coun
 
 def test_a_device_is_taught_by_the_records_that_have_counts(trained, counted, tmp_path):
     there = counted.labels["device"] == "fast"
-    labels = counted.labels.assign(latency_s=counted.labels["latency_s"].where(~there, 10 * counted.labels["latency_s"]))
+    labels = counted.labels.assign(
+        latency_s=counted.labels["latency_s"].where(~there, 10 * counted.labels["latency_s"])
+    )
     slower = replace(counted, labels=labels)
     chosen = finetune(trained.predictor, slower, "fast", tmp_path / "run", tasks=6)
     known = slower.counted(np.flatnonzero(there & labels["task"].isin(chosen.selection.tasks)))
