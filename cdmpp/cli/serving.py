@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -43,9 +42,13 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
     dtype = args.dtype or "bfloat16"
     with errors.status("predicting operators"):
         if args.network.lower().endswith((".parquet", ".csv")):
-            known = {name: load_operator_model(args.predictor, get_device(name).kind) for name in devices}
-            asked = partial(predict_operators, args.network, dtype=dtype, framework=args.framework)
-            reports = [report for name, model in known.items() for report in asked([name], model)]
+            kind_of, reports = {name: get_device(name).kind for name in devices}, []
+            for kind in dict.fromkeys(kind_of.values()):
+                alike, model = (
+                    [name for name in devices if kind_of[name] == kind],
+                    load_operator_model(args.predictor, kind),
+                )
+                reports += predict_operators(args.network, alike, model, dtype=dtype, framework=args.framework)
         else:
             model = load_operator_model(args.predictor)
             given = {name: getattr(args, name) for name in ("kv_dtype", "phase", "batch", "seq", "past")}

@@ -93,8 +93,7 @@ _FITTED_WITH = {"attention prefill long": "attention prefill"}
 _SERVED_BY = {**_FITTED_WITH, "attention prefill narrow": "attention prefill"}
 #: Operators of one kind and device that constants are fitted to, at most.
 _FITTED_ROWS = 3000
-#: Noise of a label that weighs half as much in training as one without: most are below a fifth of it, and of some the machine's
-#: neighbours made half.
+#: Noise of a label that weighs half as much in training as one without.
 _NOISE = 0.1
 #: Parts of the operators of a single family of devices that are left out in turn.
 _FOLDS = 5

@@ -155,14 +155,15 @@ class XGBoostModel(LatencyModel):
             verbose_eval=False,
         )
         # trees learn the mean of logarithms; the relative error is least elsewhere
-        self.shift_ = 0.0
-        error = np.log(data.latency_s[split.valid] / self.predict(data, np.asarray(split.valid)))
-        self.shift_ = least_mape_shift(error)
+        self.shift_ = least_mape_shift(np.log(data.latency_s[split.valid]) - self._logs(valid))
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.exp(self._logs(self._matrix(data, rows)) + self.shift_)
+
+    def _logs(self, matrix: Any) -> NDArray[np.float64]:
         best = self.booster_.best_iteration + 1
-        logs = self.booster_.predict(self._matrix(data, rows), iteration_range=(0, best)).astype(np.float64)
-        return np.exp(logs + self.shift_)
+        logs: NDArray[np.float64] = self.booster_.predict(matrix, iteration_range=(0, best)).astype(np.float64)
+        return logs
 
     def _matrix(self, data: TrainingData, rows: NDArray[np.int64]) -> Any:
         import xgboost as xgb
