@@ -77,6 +77,12 @@ def test_waiting_is_given_up_where_a_neighbour_never_rests(core: Core, monkeypat
     assert watcher.patient
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else runs on the machine of the tests disturbs no sample."""
+    monkeypatch.setattr(module, "preemptions", lambda: 0)
+
+
 class Script:
     """A sentinel that answers from a list; True at its end."""
 
@@ -124,6 +130,13 @@ def test_undisturbed_samples_count_or_the_share_of_others_is_told(
         program.sample()
     found, disturbed = program.result()
     assert set(found) == samples_s and len(found) == len(samples_s) and disturbed == pytest.approx(share)
+
+
+def test_a_sample_during_which_the_core_was_taken_away_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = loaded([], SamplingPlan())
+    monkeypatch.setattr(module, "preemptions", iter(range(9)).__next__)
+    program.sample()
+    assert program.disturbed == [1.0] and not program.calm
 
 
 @pytest.mark.parametrize(("best_s", "taken"), [(None, 9), (1.6, 9), (1.59, 3)])
