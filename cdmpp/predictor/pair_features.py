@@ -53,6 +53,8 @@ _GATHER_LANES = 4.0
 _UNROLLED_EXTENT = 16.0
 #: Bytes per cycle and core from the second and the third cache level.
 _L2_BYTES, _L3_BYTES = 32.0, 8.0
+#: Cycles for a line that a cache's sets lost, and for a page that the TLB lacks: their scale.
+_CROWDED_CYCLES, _PAGE_CYCLES = 5.0, 10.0
 #: Cycles to hand a parallel loop nest to the threads of several cores and to wait for them, and how much longer each core takes
 #: while others work, too: on two cores of a Zen 5, a Zen 4 and a Cascade Lake 2,500, 2,650 and 2,300 cycles, and 4 %.
 _REGION_CYCLES, _TOGETHER = 2450.0, 1.04
@@ -134,6 +136,7 @@ class ProgramView:
             return np.maximum.reduceat(column(name), starts) if len(asts) else np.zeros(0)
 
         owner = np.repeat(np.arange(len(asts)), lengths)
+
         started = np.unique((owner * _NESTS + column("nest_index").astype(np.int64))[column("parallel") > 1])
         order = np.lexsort((column("iterations"), column("flops"), owner))
         main = leaves[order[starts + lengths - 1]].astype(np.float64)
@@ -292,8 +295,7 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     special = np.stack([column(f"op_{name}") for name in SPECIAL]).sum(0)
     roots = column("op_sqrt") / np.maximum(special, 1e-9)
     core = slowest + (_CALL_CYCLES * (1 - roots) + _ROOT_CYCLES * roots) * column("special")
-    l1 = np.maximum(_moved(leaves, device.l1_kb or 32), column("conflict_32kb"))
-    l2 = np.maximum(_moved(leaves, device.l2_kb or 512), column("conflict_1mb"))
+    l1, l2 = _fetched(leaves, device)
     l3 = _moved(leaves, device.l3_kb or 8192)
     cores = _cores(device)
     parallel = np.maximum(column("parallel"), 1.0)
@@ -302,6 +304,22 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     per_cycle = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S * busy) / clock
     cycles = core + l1 / _L2_BYTES + l2 / _L3_BYTES
     return (cycles / busy + l3 / per_cycle) / clock
+
+
+def _fetched(leaves: FloatArray, device: Device) -> tuple[FloatArray, FloatArray]:
+    """Bytes moved into the first and the second cache level of a CPU, whose sets strides may use unevenly, (leaves,) each."""
+    l1 = np.maximum(_moved(leaves, device.l1_kb or 32), _column(leaves, "conflict_32kb"))
+    return l1, np.maximum(_moved(leaves, device.l2_kb or 512), _column(leaves, "conflict_1mb"))
+
+
+def _memory_cycles(asts: Sequence[CompactAST], device: Device) -> FloatArray:
+    """What programs wait for by their loops and strides, whatever their code, (n, 4): the last of :data:`TIME_PARTS` but one."""
+    leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
+    owner = np.repeat(np.arange(len(asts)), [ast.n_leaves for ast in asts])
+    l1, l2 = _fetched(leaves, device)
+    crowded = np.maximum(_column(leaves, "conflict_1mb") - _column(leaves, "moved_512kb"), 0.0)
+    each = (l1 / _LINE, l2 / _LINE, _CROWDED_CYCLES * crowded / _LINE, _PAGE_CYCLES * _column(leaves, "pages_1536"))
+    return np.stack([np.bincount(owner, cycles, len(asts)) for cycles in each], axis=1)
 
 
 def _gathered(leaves: FloatArray) -> FloatArray:
@@ -514,10 +532,11 @@ CODE_FEATURES: tuple[str, ...] = (
     *(f"{kind}_part" for kind in _SHARES),
 )
 #: Parts that a program's time is the sum of, each times a ratio that the network learns: its longest loops and the others, code
-#: between loops, lines from beyond capacities (in cycles of one a line), loops entered, calls, parallel loop nests.
+#: between loops, lines from beyond capacities (in cycles of one a line), loops entered, calls, by the AST lines that the first
+#: and the second cache level fetch, lines that a cache's sets lose and pages that the TLB lacks, parallel loop nests.
 TIME_PARTS: tuple[str, ...] = (
     *(f"loop{number}" for number in range(LOOPS)), "other_loops", "outside", *(f"lines_{kb}k" for kb in CACHE_KB),
-    "loop_entries", "calls", "regions",
+    "loop_entries", "calls", "l1_misses", "l2_misses", "crowded_lines", "pages", "regions",
 )  # fmt: skip
 #: Logarithm of a part that a program has not, over the estimate.
 ABSENT = -30.0
@@ -550,13 +569,16 @@ def code_rows(
         chosen = [asts[i] for i in used]
         view = ProgramView.of(chosen)
         estimates = estimate_s(chosen, devices[number], view)
-        known_rows = _code_of(counts[here], view.take(back), estimates[back], devices[number])
+        memory = _memory_cycles(chosen, devices[number])[back]
+        known_rows = _code_of(counts[here], view.take(back), memory, estimates[back], devices[number])
         for all_rows, values in zip(rows, known_rows, strict=True):
             all_rows[here] = values
     return rows
 
 
-def _code_of(counts: NDArray[np.float32], view: ProgramView, estimates_s: FloatArray, device: Device) -> CodeRows:
+def _code_of(
+    counts: NDArray[np.float32], view: ProgramView, memory: FloatArray, estimates_s: FloatArray, device: Device
+) -> CodeRows:
     counts = np.asarray(counts, dtype=np.float64)
     program, loops = np.split(counts, [-LOOPS * len(LOOP_FEATURES)], axis=1)
     of = {
@@ -593,7 +615,7 @@ def _code_of(counts: NDArray[np.float32], view: ProgramView, estimates_s: FloatA
         of["loop_entries"],
         of["call_cycles"],
     ]
-    parts = np.concatenate([longest, np.stack(rest, axis=1)], axis=1) * (ns_per_cycle / _NS)[:, None]
+    parts = np.concatenate([longest, np.stack(rest, axis=1), memory], axis=1) * (ns_per_cycle / _NS)[:, None]
     parts = np.concatenate([parts, regions_s(view, device)[:, None]], axis=1) / estimates_s[:, None]
     numbers = np.concatenate([program, taken, of_core, run], axis=1)
     return CodeRows(numbers, every, np.log(np.maximum(parts, np.exp(ABSENT))))
