@@ -178,6 +178,16 @@ def test_cycles_on_a_core_are_times_on_a_device(ast) -> None:
     assert rows.times[0, TIME_PARTS.index("loop1")] == ABSENT
 
 
+def test_what_caches_fetch_by_the_ast_and_pages_take_times_of_their_own() -> None:
+    device = replace(get_device(XEON), clock_mhz=2000.0, measured={}, l1_kb=32, l2_kb=1024)
+    moved = {"moved_32kb": 6400, "conflict_32kb": 64_000, "moved_512kb": 3200, "conflict_1mb": 32_000}
+    leaf = program(matmul(1, 8, 1024, 1024, **moved, pages_1536=7))
+    times = code_features(counts(core_cycles=1)[None], [leaf], device).times[0]
+    parts = dict(zip(TIME_PARTS, np.exp(times) * 1e9 * estimate_s([leaf], device)[0], strict=True))
+    found = [parts[name] for name in ("l1_misses", "l2_misses", "crowded_lines", "pages")]
+    assert found == pytest.approx([64_000 / 64 / 2, 32_000 / 64 / 2, 5 * 28_800 / 64 / 2, 10 * 7 / 2])
+
+
 def test_rows_of_several_devices_equal_those_of_each_and_unknown_stays_unknown(data) -> None:
     asts = list(data.asts.values())[:4]
     devices = [get_device(XEON), get_device("epyc-zen4-2.6ghz@1")]
