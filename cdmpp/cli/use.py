@@ -23,7 +23,7 @@ def _add_predict(sub: ui.Parser) -> None:
     ui.add(sub, "device", required=True)
     ui.add(sub, "predictor", default="default")
     ui.add(sub, "programs_per_task", default=64)
-    ui.add(sub, "compile", type=int, default=0, metavar="N", help=_COMPILE)
+    ui.add(sub, "compile", type=int, default=None, metavar="N", help=f"{_COMPILE} (default: 4 on x86 CPUs, else 0)")
     measured = "what PROGRAM.json took on another device, such as rtx-3060=1.3ms; may be repeated"
     ui.add(sub, "measured", action="append", default=[], metavar="D=LATENCY", help=measured)
     ui.add(sub, "seed", default=0)
@@ -40,13 +40,16 @@ def _predict(args: ui.Namespace, console: Console, errors: Console) -> Any:
 
     predictor = load_predictor(args.predictor)
     measured = measured_latencies(args.measured)
+    compile_best = args.compile
+    if compile_best is None:
+        compile_best = 4 if not measured and predictor.reads_code_of(predictor.device(args.device)) else 0
     if args.target.endswith(".json"):
         device = args.device
         if device.startswith("this-cpu"):  # of others this would load the profiler for nothing
             from cdmpp.profiler.core_rates import with_known_clock
 
             device = with_known_clock(device)
-        result = predict_program_file(predictor, args.target, device, compiled=args.compile > 0, measured=measured)
+        result = predict_program_file(predictor, args.target, device, compiled=compile_best > 0, measured=measured)
         _show_program(console, result)
         return result
     if measured:
@@ -59,7 +62,7 @@ def _predict(args: ui.Namespace, console: Console, errors: Console) -> Any:
             args.target,
             args.device,
             programs_per_task=args.programs_per_task,
-            compile_best=args.compile,
+            compile_best=compile_best,
             seed=args.seed,
             progress=bar.update,
         )

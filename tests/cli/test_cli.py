@@ -78,8 +78,9 @@ def test_predictions_with_instruction_counts(tmp_path: Path, mlp: Path, predicto
     out = ("--data", str(tmp_path / "data"), "--out", str(tmp_path / "run"))
     command.json("train", "--config", str(config), *out, "--split", "within_task:test=0.3")
     trained = ("--predictor", str(tmp_path / "run"))
-    result = command.json("predict", *trained, *there, str(program), "--compile", "1")
+    result = command.json("predict", *trained, *there, str(program))
     assert result["compiled"] and result["latency_s"] > 0
+    assert not command.json("predict", *trained, *there, str(program), "--compile", "0")["compiled"]
     result = command.json("predict", *trained, *there, "mlp", "--programs-per-task", "4", "--compile", "2")
     assert {row["compiled"] for row in result["tasks"]} <= {1, 2} and result["total_best_s"] > 0
     scores = command.json("evaluate", *trained, "--data", str(tmp_path / "data"), "--compiled")

@@ -133,9 +133,8 @@ def test_undisturbed_samples_count_or_the_share_of_others_is_told(
 
 
 def test_a_sample_during_which_the_core_was_taken_away_is_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = loaded([], SamplingPlan())
     monkeypatch.setattr(module, "preemptions", iter(range(9)).__next__)
-    program.sample()
+    (program := loaded([], SamplingPlan())).sample()
     assert program.disturbed == [1.0] and not program.calm
 
 
