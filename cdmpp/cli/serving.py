@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -34,7 +35,6 @@ def add_options(sub: Parser) -> None:
 
 def run(args: Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
     """Predict, show and give as JSON values; one device's numbers also stand on top."""
-    from cdmpp.device import get_device
     from cdmpp.endtoend.latency import read_prices
     from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
     from cdmpp.predictor.operators import load_operator_model
@@ -42,13 +42,8 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
     dtype = args.dtype or "bfloat16"
     with errors.status("predicting operators"):
         if args.network.lower().endswith((".parquet", ".csv")):
-            kind_of, reports = {name: get_device(name).kind for name in devices}, []
-            for kind in dict.fromkeys(kind_of.values()):
-                alike, model = (
-                    [name for name in devices if kind_of[name] == kind],
-                    load_operator_model(args.predictor, kind),
-                )
-                reports += predict_operators(args.network, alike, model, dtype=dtype, framework=args.framework)
+            model_of = partial(load_operator_model, args.predictor)
+            reports = predict_operators(args.network, devices, model_of, dtype=dtype, framework=args.framework)
         else:
             model = load_operator_model(args.predictor)
             given = {name: getattr(args, name) for name in ("kv_dtype", "phase", "batch", "seq", "past")}

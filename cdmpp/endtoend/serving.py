@@ -6,7 +6,7 @@ A step is the sum of its kernels, as they run one after the other from a recorde
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,15 +89,16 @@ class Serving:
 def predict_operators(
     path: str | Path,
     devices: Sequence[str | Device],
-    model: OperatorModel,
+    model_of: Callable[[str], OperatorModel],
     *,
     dtype: str = "bfloat16",
     framework: str = BEST,
 ) -> list[ServingReport]:
-    """Predict the operators of a file (:func:`cdmpp.program.operators.read_operators`) on each device (ProgramError,
-    UnknownDeviceError, PredictorError: a row, a device or the framework is wrong)."""
-    rows = read_operators(path, dtype_name(dtype))
-    return [_report(rows, get_device(d), model, Path(path).stem, dtype_name(dtype), framework) for d in devices]
+    """Predict the operators of a file (:func:`cdmpp.program.operators.read_operators`) on each device, by the model of its kind
+    (ProgramError, UnknownDeviceError, PredictorError: a row, a device or the framework is wrong)."""
+    rows, known = read_operators(path, dtype_name(dtype)), [get_device(name) for name in devices]
+    models = {kind: model_of(kind) for kind in {device.kind for device in known}}
+    return [_report(rows, d, models[d.kind], Path(path).stem, dtype_name(dtype), framework) for d in known]
 
 
 def predict_serving(

@@ -313,7 +313,7 @@ def _fetched(leaves: FloatArray, device: Device) -> tuple[FloatArray, FloatArray
 
 
 def _memory_cycles(asts: Sequence[CompactAST], device: Device) -> FloatArray:
-    """What programs wait for by their loops and strides, whatever their code, (n, 4): the last of :data:`TIME_PARTS` but one."""
+    """What programs wait for by their loops and strides, whatever their code, (n, 4): in :data:`TIME_PARTS` before the last."""
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
     owner = np.repeat(np.arange(len(asts)), [ast.n_leaves for ast in asts])
     l1, l2 = _fetched(leaves, device)

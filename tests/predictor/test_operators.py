@@ -309,7 +309,7 @@ def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path) -> None
     path.write_text(
         "op,m,n,k,count,phase,step\ngemm,8,4096,4096,2,decode,0\nrmsnorm,8,4096,,1,decode,1\nmystery,,,,1,decode,1"
     )
-    (report,) = predict_operators(path, ["NVIDIA L40S"], SHIPPED)
+    (report,) = predict_operators(path, ["NVIDIA L40S"], lambda kind: SHIPPED)
     each = {row["name"]: row["latency_s"] for row in report.operators}
     assert report.latency_s == pytest.approx(2 * each["gemm"] + each["rmsnorm"])
     assert [step["latency_s"] for step in report.steps] == pytest.approx([2 * each["gemm"], each["rmsnorm"]])
@@ -317,14 +317,14 @@ def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path) -> None
     assert report.operators[0]["bound"] in ("memory and caches", "launch")
     assert [row["row"] for row in report.operators] == [1, 2]
     path.write_text("op,m,n,k\nmystery,8,8,8\n")
-    (nothing,) = predict_operators(path, ["l40s"], SHIPPED)
+    (nothing,) = predict_operators(path, ["l40s"], lambda kind: SHIPPED)
     assert nothing.latency_s == 0 and nothing.unknown == {"mystery": 1} and nothing.by_name() == []
     path.write_text("op,m,n,k\ngemm,8,inf,8\n")
     with pytest.raises(ProgramError, match="row 1: n is inf, expected a number from 0 to"):
-        predict_operators(path, ["l40s"], SHIPPED)
+        predict_operators(path, ["l40s"], lambda kind: SHIPPED)
     path.write_text("op,m,n,k\ngemm,4,4,\n")
     with pytest.raises(ProgramError, match="row 1: gemm needs k"):
-        predict_operators(path, ["l40s"], SHIPPED)
+        predict_operators(path, ["l40s"], lambda kind: SHIPPED)
 
 
 def test_a_list_on_a_cpu_is_priced_by_its_operators(tmp_path: Path, command: Command) -> None:
