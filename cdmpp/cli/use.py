@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from cdmpp.endtoend import Comparison
 
 
+#: Programs of a task that are compiled unless told otherwise.
+_COMPILED = 4
 _COMPILE = "compile (not run) the N best programs of a task, or the program, and predict from their instructions"
 
 
@@ -23,7 +25,8 @@ def _add_predict(sub: ui.Parser) -> None:
     ui.add(sub, "device", required=True)
     ui.add(sub, "predictor", default="default")
     ui.add(sub, "programs_per_task", default=64)
-    ui.add(sub, "compile", type=int, default=None, metavar="N", help=f"{_COMPILE} (default: 4 on x86 CPUs, else 0)")
+    compiled = f"{_COMPILE} (default: {_COMPILED} on x86 CPUs, else 0)"
+    ui.add(sub, "compile", type=int, default=None, metavar="N", help=compiled)
     measured = "what PROGRAM.json took on another device, such as rtx-3060=1.3ms; may be repeated"
     ui.add(sub, "measured", action="append", default=[], metavar="D=LATENCY", help=measured)
     ui.add(sub, "seed", default=0)
@@ -42,7 +45,7 @@ def _predict(args: ui.Namespace, console: Console, errors: Console) -> Any:
     measured = measured_latencies(args.measured)
     compile_best = args.compile
     if compile_best is None:
-        compile_best = 4 if not measured and predictor.reads_code_of(predictor.device(args.device)) else 0
+        compile_best = _COMPILED if not measured and predictor.reads_code_of(predictor.device(args.device)) else 0
     if args.target.endswith(".json"):
         device = args.device
         if device.startswith("this-cpu"):  # of others this would load the profiler for nothing
@@ -122,7 +125,7 @@ def _add_latency(sub: ui.Parser) -> None:
     schedule = "a task's program: as it is (default), the best predicted of some, or of this MetaSchedule database"
     ui.add(sub, "schedule", default="untuned", metavar="untuned|best|DIR", help=schedule)
     ui.add(sub, "programs_per_task", default=64, help="of --schedule best")
-    ui.add(sub, "compile", type=int, default=4, metavar="N", help=f"for TVM on an x86 CPU {_COMPILE}")
+    ui.add(sub, "compile", type=int, default=_COMPILED, metavar="N", help=f"for TVM on an x86 CPU {_COMPILE}")
     ui.add(sub, "seed", default=0)
     ui.add(sub, "streams", default=1, metavar="N", help="kernels at the same time on a GPU, at most")
     shares = "of one device: predict its shares, and name the smallest that is as fast as all of it within 5 %%"

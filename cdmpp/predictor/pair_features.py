@@ -214,20 +214,23 @@ def estimate_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | N
     ``view`` as of :func:`roofline_s`.
     """
     view = ProgramView.of(asts) if view is None else view
-    leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
-    lengths = [ast.n_leaves for ast in asts]
-    owner = np.repeat(np.arange(len(asts)), lengths)
-    starts = np.cumsum([0, *lengths[:-1]])
+    leaves, owner = _leaves_of(asts)
     seconds = _cpu_leaf_s(leaves, device) if device.kind == "cpu" else _gpu_leaf_s(leaves, device)
     total = np.bincount(owner, seconds, len(asts)).astype(np.float64)
     launch_us = device.launch_overhead_us or 0.0
     if device.kind == "cpu":
         total = total + regions_s(view, device)
     else:
-        special: FloatArray = np.add.reduceat(leaves[:, _COLUMN["special"]], starts)
+        special = np.bincount(owner, leaves[:, _COLUMN["special"]], len(asts)).astype(np.float64)
         total = np.where(view.scheduled_for_gpu, total, _library_s(view, special, device))
         launch_us = device.launch_overhead_us or _GPU_LAUNCH_US
     return np.maximum(total + 1e-6 * launch_us, roofline_s(asts, device, view))
+
+
+def _leaves_of(asts: Sequence[CompactAST]) -> tuple[FloatArray, NDArray[np.int64]]:
+    """Leaves of all programs, and the number of the program that each is of."""
+    leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
+    return leaves, np.repeat(np.arange(len(asts)), [ast.n_leaves for ast in asts])
 
 
 def regions_s(view: ProgramView, device: Device) -> FloatArray:
@@ -314,8 +317,7 @@ def _fetched(leaves: FloatArray, device: Device) -> tuple[FloatArray, FloatArray
 
 def _memory_cycles(asts: Sequence[CompactAST], device: Device) -> FloatArray:
     """What programs wait for by their loops and strides, whatever their code, (n, 4): in :data:`TIME_PARTS` before the last."""
-    leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
-    owner = np.repeat(np.arange(len(asts)), [ast.n_leaves for ast in asts])
+    leaves, owner = _leaves_of(asts)
     l1, l2 = _fetched(leaves, device)
     crowded = np.maximum(_column(leaves, "conflict_1mb") - _column(leaves, "moved_512kb"), 0.0)
     each = (l1 / _LINE, l2 / _LINE, _CROWDED_CYCLES * crowded / _LINE, _PAGE_CYCLES * _column(leaves, "pages_1536"))
