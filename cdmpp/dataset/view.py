@@ -40,13 +40,15 @@ from cdmpp.program.types import Program, Space, Task
 _LOG = logging.getLogger(__name__)
 
 LABEL_COLUMNS: tuple[str, ...] = (
-    "program", "task", "device", "latency_s", "noise", "origin", "n_records", "error_floor",
+    "program", "task", "device", "latency_s", "noise", "origin", "n_records", "error_floor", "disturbed",
 )  # fmt: skip
 
 #: A reference program slower by more than this, or halves that differ by more, speak of a disturbed record
 #: where the profiler did not watch the core itself (records without ``disturbed``).
 _DISTURBED_DRIFT = 0.05
 _DISTURBED_NOISE = 0.05
+#: Share of disturbed samples above which a label is: a program measured again differs three times as much from such a one.
+_MOSTLY = 0.5
 
 #: A device needs so many re-measured programs before they correct its split-half floors.
 MIN_REMEASURED = 20
@@ -60,7 +62,7 @@ def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> 
 
     Gives columns :data:`LABEL_COLUMNS`, sorted by task, program and device, index 0..n-1: ``noise`` is the median of the
     records' relative split-half difference (NaN if unknown), ``n_records`` how many are behind the label, ``error_floor`` that
-    of :func:`error_floor`.
+    of :func:`error_floor`, ``disturbed`` whether more than half of what is behind it was.
     """
     chosen = records if devices is None else records[records["device"].isin(list(devices))]
     ok = chosen[chosen["status"] == "ok"]
@@ -69,7 +71,7 @@ def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> 
     if not valid.all():
         _LOG.warning("%d ok records have no usable latency or program and are left out", int((~valid).sum()))
     ok = _calmest(ok[valid]).sort_values(["task", "program", "device", "measured_at"], kind="stable")
-    ok = ok.assign(spread=spread(ok))
+    ok = ok.assign(spread=spread(ok), disturbance=disturbance(ok))
     groups = ok.groupby(["task", "program", "device"], sort=True, observed=True)
     table = groups.agg(
         latency_s=("latency_s", "median"),
@@ -77,8 +79,9 @@ def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> 
         origin=("origin", "first"),
         n_records=("latency_s", "size"),
         spread=("spread", "median"),
+        disturbance=("disturbance", "median"),
     ).reset_index()
-    table["error_floor"] = error_floor(table, ok)
+    table["error_floor"], table["disturbed"] = error_floor(table, ok), table["disturbance"] > _MOSTLY
     return table[list(LABEL_COLUMNS)]
 
 

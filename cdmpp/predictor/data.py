@@ -154,15 +154,22 @@ def gather(
     datasets: DatasetView | str | Path | Sequence[str | Path],
     config: DataConfig | None = None,
     progress: CountCallback | None = None,
+    disturbed: bool = False,
 ) -> TrainingData:
-    """Collect labels, ASTs and devices of datasets; missing ASTs are computed, as of :func:`collect_derived`. DatasetError: no
-    dataset, none of its records is left after the choice of devices, or a device has no specification, or two."""
+    """Collect labels, ASTs and devices of datasets; missing ASTs are computed, as of :func:`collect_derived`. Labels of a
+    disturbed core neither train nor test: they are left out unless they are asked for (``disturbed``). DatasetError: no
+    dataset, no label is left, or a device has no specification, or two."""
     view = datasets if isinstance(datasets, DatasetView) else load_datasets(datasets)
     config = config or DataConfig()
     labels = view.labels(list(config.devices) if config.devices is not None else None)
     labels = labels.reset_index(drop=True)
     if labels.empty:
         raise DatasetError("no ok record is left after the choice of devices")
+    if not disturbed and labels["disturbed"].any():
+        logger.warning("%d labels left out: the core was disturbed", int(labels["disturbed"].sum()))
+        labels = labels[~labels["disturbed"]].reset_index(drop=True)
+        if labels.empty:
+            raise DatasetError("all labels are of a disturbed core: measure again on a quiet machine (--remeasure)")
     asts = collect_asts(view, labels["program"].unique(), progress)
     missing = ~labels["program"].isin(list(asts))
     if missing.any():

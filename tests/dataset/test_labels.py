@@ -48,6 +48,7 @@ def test_undisturbed_records_count_where_there_are_any() -> None:
     labels = label_table(frame).set_index("program")
     assert dict(labels["latency_s"]) == {"p": 1.0, "q": 5.0, "r": 2.5}
     assert dict(labels["n_records"]) == {"p": 1, "q": 1, "r": 1}
+    assert dict(labels["disturbed"]) == {"p": False, "q": True, "r": False}
 
 
 def test_one_label_per_program_and_device(tmp_path: Path) -> None:
