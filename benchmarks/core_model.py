@@ -40,7 +40,7 @@ _ITERATIONS = 200
 
 def estimates(view: DatasetView, counts: Counts) -> pd.DataFrame:
     """Programs whose operands fit the second cache level, with the cycles they are estimated to take."""
-    labels, devices, tasks = view.labels(None), view.devices, view.tasks
+    labels, devices, tasks = view.labels(None).query("not disturbed"), view.devices, view.tasks
     keys = {name: counts_key(device) for name, device in devices.items() if device.kind == "cpu"}
     rows = [counts.get((p, keys.get(d, ""))) for p, d in zip(labels["program"], labels["device"], strict=True)]
     labels = labels.assign(counts=rows)[[row is not None for row in rows]]

@@ -5,7 +5,7 @@
 Every figure is computed here, on the test part of the split that the predictor was trained with; those of ``--json`` have
 95 % intervals over tasks. ``in interval`` is the part of the labels that the predictor's 90 % intervals hold. ``operators`` are
 tasks by the heaviest operator that is fused into them; ``no training task within 1.26`` are those without one of the same
-operators and ranks whose every extent is within that ratio.
+operators and ranks whose every extent is within that ratio. Labels of a disturbed core count only where it is said.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def far_tasks(tasks: Iterable[Task], known: Iterable[Task]) -> set[str]:
 
 
 def grouped(predictor: Predictor, data: TrainingData, rows: np.ndarray, kinds: Iterable[str]) -> dict[str, np.ndarray]:
-    """Name -> which of the rows are of a group, bool (n,): all, those of ``kinds``, by operator, and what is far."""
+    """Name -> which of the rows are of a group, bool (n,): all, those of ``kinds``, by operator, what is far or disturbed."""
     assert data.view is not None
     task, tasks = data.labels["task"].iloc[rows], data.view.tasks
     far = far_tasks([tasks[t] for t in set(task)], [tasks[t] for t in predictor.training["tasks"] if t in tasks])
@@ -113,13 +113,16 @@ def grouped(predictor: Predictor, data: TrainingData, rows: np.ndarray, kinds: I
         members = data.members(kind, rows)
         for name in sorted({name for names in members for name in names if kind == "device" or "@" not in name}):
             found[f"{kind} {name}"] = np.array([name in names for names in members])
+    disturbed = data.labels["disturbed"].iloc[rows].to_numpy()
+    found = {name: inside & ~disturbed for name, inside in found.items()}
+    found |= {"all, and disturbed labels": np.ones(len(rows), dtype=bool), "disturbed labels": disturbed}
     return {name: inside for name, inside in found.items() if inside.any()}
 
 
 def main() -> None:
     args = common.arguments(__doc__, __file__).parse_args()
     predictor = load_predictor(args.predictor)
-    data = gather(args.data)
+    data = gather(args.data, disturbed=True)
     split, rows = rows_to_score(predictor, data, None)
     groups = grouped(predictor, data, rows, ("network", "family", "device"))
     figures, told = [], {}

@@ -174,7 +174,12 @@ def _dataset(args: ui.Namespace, console: Console, errors: Console) -> Any:
                 console,
                 f"{row['path']}: {row['remeasured']} programs were measured again, "
                 f"their labels differ by {ui.percent(row['remeasured_difference'])} in the median, "
-                f"{ui.percent(row['remeasured_mean'])} in the mean, {ui.percent(row['remeasured_p90'])} in the worst tenth",
+                f"{ui.percent(row['remeasured_mean'])} in the mean, {ui.percent(row['remeasured_p90'])} in the worst tenth, "
+                f"and {ui.percent(row['remeasured_disturbed'])} in the mean where the core was disturbed",
+            )
+        if row.get("disturbed"):
+            ui.say(
+                console, f"{row['path']}: {row['disturbed']} labels are of a disturbed core, and neither train nor test"
             )
         if row.get("corrupt_lines"):
             ui.warn(console, f"{row['path']}: {row['corrupt_lines']} damaged lines were skipped")

@@ -47,7 +47,7 @@ LABEL_COLUMNS: tuple[str, ...] = (
 #: where the profiler did not watch the core itself (records without ``disturbed``).
 _DISTURBED_DRIFT = 0.05
 _DISTURBED_NOISE = 0.05
-#: Share of disturbed samples above which a label is: a program measured again differs three times as much from such a one.
+#: Share of disturbed samples above which a label is: measured again, such programs differ two to four times as much as others.
 _MOSTLY = 0.5
 
 #: A device needs so many re-measured programs before they correct its split-half floors.
@@ -272,7 +272,8 @@ class DatasetView:
         tasks, programs, split_half_median, split_half_mean, noise_floor_mape}), ``origins`` ({origin: ok records}),
         ``invalid_records`` (ok records without a usable latency or program), ``corrupt_lines`` (damaged rows that were
         skipped), ``remeasured`` (programs with several ok records on a device), ``remeasured_difference``, ``remeasured_mean``
-        and ``remeasured_p90`` (median, mean and 90th percentile of the relative difference of those; None without any).
+        and ``remeasured_p90`` (median, mean and 90th percentile of the relative difference of those; None without any),
+        ``remeasured_disturbed`` (the mean where a record is of a disturbed core), ``disturbed`` (labels that are).
         """
         return {"total": _totals(self), "datasets": [_details(part) for part in self.parts]}
 
@@ -305,6 +306,7 @@ def _details(part: Any) -> dict[str, Any]:
     ok = records[records["status"] == "ok"]
     usable = (ok["latency_s"] > 0) & (ok["latency_s"] != float("inf")) & (ok["task"] != "")
     difference = remeasured_difference(ok[usable])
+    disturbed = ok.assign(share=disturbance(ok)).groupby(_PAIR, observed=True)["share"].max() > _MOSTLY
     return {
         "path": str(part.path),
         **_totals(part),
@@ -321,6 +323,8 @@ def _details(part: Any) -> dict[str, Any]:
         "remeasured_difference": _number(difference.median()),
         "remeasured_mean": _number(difference.mean()),
         "remeasured_p90": _number(difference.quantile(0.9)),
+        "remeasured_disturbed": _number(difference[disturbed.reindex(difference.index).to_numpy(dtype=bool)].mean()),
+        "disturbed": int(labels["disturbed"].sum()),
     }
 
 

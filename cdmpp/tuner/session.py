@@ -276,6 +276,7 @@ class TuningSession:
             progress.plan(-len(proposed))
             progress.costs.build_s += build_s
             fresh = [pair for pair in zip(proposed, worth, strict=True) if pair[0].program.hash not in progress.known]
+            fresh.sort(key=lambda pair: not pair[1])  # the last trials are for what is worth measuring
             worth = [good for _, good in fresh]
             worth = worth[: progress.claim(task, worth, self._reserved())]
             self.reserved = max(0, self.reserved - len(worth))

@@ -43,7 +43,7 @@ def test_undisturbed_records_count_where_there_are_any() -> None:
         {"latency_s": 4.0, "program": "r", "meta": "{}", "noise": 0.3},
         {"latency_s": 2.5, "program": "r", "meta": "{}", "drift": 0.01},
     ]
-    frame = records([{"drift": np.nan, **row} for row in rows])
+    frame = records(rows)
     assert list(disturbance(frame)) == [0.9, 0.0, 0.9, 1.0, 1.0, 0.0]
     labels = label_table(frame).set_index("program")
     assert dict(labels["latency_s"]) == {"p": 1.0, "q": 5.0, "r": 2.5}
@@ -184,6 +184,6 @@ def test_summary_is_the_contract(tmp_path: Path) -> None:
     assert first["origins"] == {"random": 5}
     assert second["by_device"][DEVICE]["failures"]["run_timeout"] == 1
     assert second["by_device"][OTHER_DEVICE]["ok"] == 2
-    assert second["remeasured"] == 1
+    assert second["remeasured"] == 1 and second["remeasured_disturbed"] is None and second["disturbed"] == 0
     for name in ("difference", "mean", "p90"):
         assert second[f"remeasured_{name}"] == pytest.approx(0.1 / 1.05)

@@ -113,6 +113,18 @@ def test_programs_that_cannot_be_rebuilt_are_left_out_and_said(folder, caplog, t
     assert "labels left out" in caplog.text
 
 
+def test_labels_of_a_disturbed_core_neither_train_nor_test(folder, caplog, tmp_path):
+    dataset = Dataset.open(shutil.copytree(folder, tmp_path / "d"))
+    records = dataset.records
+    noisy = next(iter(dataset.programs))
+    records.loc[records["program"] == noisy, "noise"] = 0.3
+    assert noisy not in set(gather(dataset).labels["program"]) and "the core was disturbed" in caplog.text
+    assert len(gather(dataset, disturbed=True)) == 3 * 11 * 2
+    records["noise"] = 0.3
+    with pytest.raises(DatasetError, match="measure again"):
+        gather(dataset)
+
+
 def test_dataset_to_prediction(folder, data, tmp_path, caplog):
     config = config_from_dict(
         {
