@@ -45,7 +45,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 #: The networks that the configurations that ship hold out and validate with.
 SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;adapt=0.3"
-FEATURE_MODELS = ("xgboost-ast", "xgboost-perstore")
 
 
 def part_of(data: TrainingData, rows: NDArray[np.int64], kind: str, fraction: float, seed: int) -> NDArray[np.int64]:
@@ -72,7 +71,7 @@ def score_variants(
         values = base.model_dump(mode="json")
         config = config_from_dict({s: {**v, **VARIANTS[variant].get(s, {})} for s, v in values.items()})
         score_model(results, make_model("ours", seed, config=config), data, split, {"seed": seed, "model": variant})
-    for name in FEATURE_MODELS:
+    for name in ("xgboost-ast", "xgboost-perstore"):
         score_model(results, make_model(name, seed), data, split, {"seed": seed, "model": name})
 
 
@@ -83,10 +82,8 @@ def score_less(
     for kind in args.less:
         for fraction in args.fractions:
             part = replace(split, train=part_of(data, split.train, kind, fraction, seed))
-            # all of the records are the same whatever they are a part of
-            of = "all" if fraction == 1 else kind
             for name in args.models:
-                key = {"of": of, "fraction": fraction, "seed": seed, "model": name}
+                key = {"of": "all" if fraction == 1 else kind, "fraction": fraction, "seed": seed, "model": name}
                 model = make_model(name, seed, **({"config": config} if name == "ours" else {}))
                 score_model(results, model, data, part, key)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from dataclasses import replace
 
@@ -80,8 +79,7 @@ def test_what_is_derived_from_a_program_is_kept_once(folder, data, tmp_path, mon
 
 
 def test_a_damaged_or_outdated_ast_file_is_made_again(folder, data, tmp_path, caplog):
-    copy = tmp_path / "d"
-    shutil.copytree(folder, copy)
+    copy = shutil.copytree(folder, tmp_path / "d")
     (copy / AST_FILE).write_bytes(b"PAR1 cut")
     again = gather(copy)
     assert "computed again" in caplog.text
@@ -102,21 +100,17 @@ def test_groups_of_shared_tasks(data):
 
 
 def test_programs_that_cannot_be_rebuilt_are_left_out_and_said(folder, caplog, tmp_path):
-    copy = tmp_path / "d"
-    shutil.copytree(folder, copy)
-    dataset = Dataset.open(copy)
+    dataset = Dataset.open(shutil.copytree(folder, tmp_path / "d"))
     broken = next(iter(dataset.programs))
     dataset.programs[broken] = replace(dataset.programs[broken], decisions="[[0, 5]]")
-    with caplog.at_level(logging.WARNING):
-        gathered = gather(dataset)
+    gathered = gather(dataset)
     assert broken not in gathered.asts and broken not in set(gathered.labels["program"])
     assert "labels left out" in caplog.text
 
 
 def test_labels_of_a_disturbed_core_neither_train_nor_test(folder, caplog, tmp_path):
     dataset = Dataset.open(shutil.copytree(folder, tmp_path / "d"))
-    records = dataset.records
-    noisy = next(iter(dataset.programs))
+    records, noisy = dataset.records, next(iter(dataset.programs))
     records.loc[records["program"] == noisy, "noise"] = 0.3
     assert noisy not in set(gather(dataset).labels["program"]) and "the core was disturbed" in caplog.text
     assert len(gather(dataset, disturbed=True)) == 3 * 11 * 2

@@ -186,8 +186,7 @@ def test_a_function_that_is_no_task_asked_for_directly() -> None:
 
 
 def test_same_name_twice(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        twice = extract_tasks(["mlp", "mlp"])
+    twice = extract_tasks(["mlp", "mlp"])
     assert [task.networks for task in zoo_tasks("mlp")] == [task.networks for task in twice]
     assert "given twice" in caplog.text
     with pytest.raises(NetworkError, match="two different networks are called net"):

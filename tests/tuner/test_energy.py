@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import types
 from pathlib import Path
@@ -120,6 +119,5 @@ def test_what_was_not_counted_throughout_is_not_told(tmp_path, monkeypatch, capl
     report = counted(tmp_path / "t", 6, None, monkeypatch)
     assert report.costs.energy_j is None and "Energy: the device does not tell." in summary_lines(report)
     assert counted(tmp_path / "t", 12, steps(), monkeypatch, resume=True).costs.energy_j is None
-    with caplog.at_level(logging.WARNING):
-        assert counted(tmp_path / "u", 12, steps(2), monkeypatch).costs.energy_j is None
+    assert counted(tmp_path / "u", 12, steps(2), monkeypatch).costs.energy_j is None
     assert caplog.text.count("not counted any more: gone") == 1
