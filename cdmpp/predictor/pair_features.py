@@ -21,6 +21,7 @@ from cdmpp.device import Device
 from cdmpp.errors import PredictorError
 from cdmpp.program.ast import CAPACITIES, LEAF_FEATURES, N_LOOPS, N_SLOTS, SIMD_BYTES, SPECIAL, CompactAST, size_name
 from cdmpp.program.codegen import CACHE_KB, CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS
+from cdmpp.program.codegen.core import core_name, core_of, with_overlap
 
 FloatArray = NDArray[np.float64]
 
@@ -55,6 +56,9 @@ _UNROLLED_EXTENT = 16.0
 _L2_BYTES, _L3_BYTES = 32.0, 8.0
 #: Cycles for a line that a cache's sets lost, and for a page that the TLB lacks: their scale.
 _CROWDED_CYCLES, _PAGE_CYCLES = 5.0, 10.0
+#: Sets and ways of the first cache level of current CPUs. Misses of one set follow one another so many cycles apart on AMD's
+#: cores (a column of a matrix whose rows are 4 KB apart), which only shows where strides leave few sets.
+_SETS, _WAYS, _SET_CYCLES, _FEW_SETS = 64, 8, 11.0, 4
 #: Cycles to hand a parallel loop nest to the threads of several cores and to wait for them, and how much longer each core takes
 #: while others work, too: on two cores of a Zen 5, a Zen 4 and a Cascade Lake 2,500, 2,650 and 2,300 cycles, and 4 %.
 _REGION_CYCLES, _TOGETHER = 2450.0, 1.04
@@ -315,12 +319,35 @@ def _fetched(leaves: FloatArray, device: Device) -> tuple[FloatArray, FloatArray
     return l1, np.maximum(_moved(leaves, device.l2_kb or 512), _column(leaves, "conflict_1mb"))
 
 
+def _set_cycles(leaves: FloatArray) -> FloatArray:
+    """Cycles that lines take which strides crowd into few sets of the first cache level, (leaves,)."""
+    column, total = partial(_column, leaves), np.zeros(len(leaves))
+    missed = np.maximum(column("conflict_32kb"), column("moved_32kb")) / _LINE
+    for slot in (f"slot{i}_" for i in range(1, N_SLOTS + 1)):
+        sets, lines, new = np.ones((3, len(leaves)))
+        few, begun = np.full(len(leaves), np.inf), np.zeros(len(leaves), dtype=bool)
+        for loop in (1, 2, 3):  # from the innermost one
+            step, extent = np.abs(column(f"{slot}stride_{loop}")) * column(slot + "itemsize"), column(f"loop{loop}_extent")
+            moves, far = (step > 0) & (extent > 1), step >= _LINE
+            of_loop = np.where(far, extent, np.ceil(extent * step / _LINE))
+            period = _SETS * _LINE / np.gcd(step.astype(np.int64), int(_SETS * _LINE))
+            sets = np.where(moves, np.minimum(_SETS, sets * np.where(far, np.minimum(of_loop, period), of_loop)), sets)
+            lines = np.where(moves, lines * of_loop, lines)
+            few = np.where(np.isinf(few) & (lines > _WAYS * sets), sets, few)
+            new = np.where(moves & ~begun, np.minimum(1.0, step / _LINE), new)
+            begun |= moves
+        fetched = np.minimum(column(slot + "register_elements") * new * begun, missed)
+        total += np.where(few <= _FEW_SETS, _SET_CYCLES * fetched / few, 0.0)
+    return total
+
+
 def _memory_cycles(asts: Sequence[CompactAST], device: Device) -> FloatArray:
-    """What programs wait for by their loops and strides, whatever their code, (n, 4): in :data:`TIME_PARTS` before the last."""
+    """What programs wait for by their loops and strides, whatever their code, (n, 5): in :data:`TIME_PARTS` before the last."""
     leaves, owner = _leaves_of(asts)
     l1, l2 = _fetched(leaves, device)
     crowded = np.maximum(_column(leaves, "conflict_1mb") - _column(leaves, "moved_512kb"), 0.0)
-    each = (l1 / _LINE, l2 / _LINE, _CROWDED_CYCLES * crowded / _LINE, _PAGE_CYCLES * _column(leaves, "pages_1536"))
+    pages = _PAGE_CYCLES * _column(leaves, "pages_1536")
+    each = (l1 / _LINE, l2 / _LINE, _CROWDED_CYCLES * crowded / _LINE, pages, _set_cycles(leaves))
     return np.stack([np.bincount(owner, cycles, len(asts)) for cycles in each], axis=1)
 
 
@@ -535,10 +562,11 @@ CODE_FEATURES: tuple[str, ...] = (
 )
 #: Parts that a program's time is the sum of, each times a ratio that the network learns: its longest loops and the others, code
 #: between loops, lines from beyond capacities (in cycles of one a line), loops entered, calls, by the AST lines that the first
-#: and the second cache level fetch, lines that a cache's sets lose and pages that the TLB lacks, parallel loop nests.
+#: and the second cache level fetch, lines that a cache's sets lose, pages that the TLB lacks, misses of few sets, parallel
+#: loop nests.
 TIME_PARTS: tuple[str, ...] = (
     *(f"loop{number}" for number in range(LOOPS)), "other_loops", "outside", *(f"lines_{kb}k" for kb in CACHE_KB),
-    "loop_entries", "calls", "l1_misses", "l2_misses", "crowded_lines", "pages", "regions",
+    "loop_entries", "calls", "l1_misses", "l2_misses", "crowded_lines", "pages", "few_sets", "regions",
 )  # fmt: skip
 #: Logarithm of a part that a program has not, over the estimate.
 ABSENT = -30.0
@@ -581,7 +609,7 @@ def code_rows(
 def _code_of(
     counts: NDArray[np.float32], view: ProgramView, memory: FloatArray, estimates_s: FloatArray, device: Device
 ) -> CodeRows:
-    counts = np.asarray(counts, dtype=np.float64)
+    counts = with_overlap(np.asarray(counts, dtype=np.float64), core_of(core_name(device)))
     program, loops = np.split(counts, [-LOOPS * len(LOOP_FEATURES)], axis=1)
     of = {
         name: counts[:, CODEGEN_FEATURES.index(name)] for name in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))
@@ -617,6 +645,8 @@ def _code_of(
         of["loop_entries"],
         of["call_cycles"],
     ]
+    accesses = sum(of[f"run_{kind}"] for kind in KINDS if kind.startswith(("load_", "store_")))
+    memory[:, -1] = np.minimum(memory[:, -1], _SET_CYCLES * accesses)  # what is vectorised along other loops
     parts = np.concatenate([longest, np.stack(rest, axis=1), memory], axis=1) * (ns_per_cycle / _NS)[:, None]
     parts = np.concatenate([parts, regions_s(view, device)[:, None]], axis=1) / estimates_s[:, None]
     numbers = np.concatenate([program, taken, of_core, run], axis=1)

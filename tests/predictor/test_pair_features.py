@@ -164,7 +164,7 @@ def test_cycles_on_a_core_are_times_on_a_device(ast) -> None:
     device = replace(get_device(XEON), clock_mhz=2000.0, measured={}, l2_kb=1024, l3_kb=20000, bandwidth_gb_s=16.0)
     row = counts(
         core_cycles=350, unit_cycles=300, front_cycles=100, call_cycles=20, outside_cycles=70, lines_1024k=50, lines_16384k=4,
-        loop0_runs=50, loop0_cycles=4, loop0_units=3, loop0_trips=10,
+        loop0_runs=50, loop0_cycles=4, loop0_units=3, loop0_front=4, loop0_trips=10,
     )  # fmt: skip
     rows = code_features(row[None], [ast], device)
     found = dict(zip(CODE_FEATURES, rows.program[0], strict=True))

@@ -12,8 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cdmpp.files import shipped_table
-from cdmpp.program.codegen import code_key
+from cdmpp.program.codegen import CODEGEN_FEATURES, LOOP_FEATURES, LOOPS, code_key
 from cdmpp.program.codegen.blocks import Address, Instruction
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ _ALONE = ("alone",)
 #: Instructions that only set a register to a constant, whatever it holds: of a register with itself.
 _IDIOMS = ("xor", "pxor", "pcmpeq", "kxnor", "kxor", "psub", "sub")
 _MOVES = ("mov", "vmov", "vbroadcast", "vpbroadcast")
+#: Part of the window that waits for operands while a chain ends (fits labels of five CPUs; the schedulers are full then).
+_WAITING = 0.7
 _NOTHING = ("nop", "vzeroupper", "endbr64", "prefetch", "ret")
 
 
@@ -242,6 +247,27 @@ def kinds_of_operands(instruction: Instruction) -> tuple[str, ...]:
             vector = {512: "z", 256: "y"}.get(operand.bits, "x") if operand.name.startswith("zmm") else ""
             kinds.append(vector or ("k" if operand.name.startswith("k") else "r"))
     return tuple(kinds)
+
+
+def with_overlap(counts: NDArray[np.float64], core: Core) -> NDArray[np.float64]:
+    """Counts (n, len(CODEGEN_FEATURES)) in whose longest loops one entry overlaps with the next.
+
+    While a chain of dependent instructions ends, the core already looks at the next entry of its loop, as far as its window
+    reaches: of a chain over n instructions n / (n + w) is left, w being the window's part that waits for operands.
+    """
+    found = counts.copy()
+    loops = found[:, -LOOPS * len(LOOP_FEATURES) :].reshape(len(found), LOOPS, len(LOOP_FEATURES))
+    of = {name: loops[:, :, number] for number, name in enumerate(LOOP_FEATURES)}
+    span = np.maximum(of["instructions"] * np.maximum(of["trips"], 1.0), 1.0)
+    # counted is that only loops shorter than the window overlap
+    chain = of["chain"] * np.maximum(1.0, core.window / span) * span / (span + _WAITING * core.window)
+    cycles = np.maximum.reduce([of["units"], of["front"], chain, core.line * of["l1_lines"]])
+    for name, values in (("chain", chain), ("cycles", cycles)):
+        total = "core_cycles" if name == "cycles" else "chain_cycles"
+        found[:, CODEGEN_FEATURES.index(total)] += (of["runs"] * (values - of[name])).sum(axis=1)
+        of[name][:] = values
+    found[:, -LOOPS * len(LOOP_FEATURES) :] = loops.reshape(len(found), -1)
+    return found
 
 
 @cache
