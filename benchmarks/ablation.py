@@ -4,9 +4,8 @@
     python benchmarks/ablation.py --less tasks programs networks --split by_network --json learning_curve.json
 
 Starts from a configuration and changes one thing at a time; the last lines compare the compact AST's features with TVM's
-PerStoreFeature under one model (gradient-boosted trees). The split keeps a part of the held-out networks' programs to adapt
-to (``adapt``), unlabelled, so that CMD has something to align with; it is the same for every variant, and none is scored on
-it. A variant's second row is the same predictor given the compiled code.
+PerStoreFeature under one model (gradient-boosted trees). The split keeps a part of the held-out networks' programs unlabelled
+(``adapt``), to align with by CMD; no variant is scored on it. A second row is the same predictor given the compiled code.
 
 With ``--less`` the models stay as they are, and of the training part a fraction is kept, drawn by the seed: of the tasks with
 all their programs, of the programs of every task, or of the networks with all their tasks: which helps says what to collect.

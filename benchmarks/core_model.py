@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from common import REPOSITORY, Figure, arguments, bootstrap, figure, provenance, report, start
+from common import REPOSITORY, Figure, Row, arguments, bootstrap, figure, provenance, report, start
 
 from cdmpp.dataset import load_datasets
 from cdmpp.dataset.codegen import CODEGEN_FILE, Counts, load_codegen
@@ -25,7 +25,7 @@ from cdmpp.dataset.store import DatasetView
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.blocks import FlowGraph, Instruction
 from cdmpp.program.codegen.compile import compile_to_shared_object
-from cdmpp.program.codegen.core import Core, core_of, counts_key
+from cdmpp.program.codegen.core import Core, core_name, core_of, counts_key, with_overlap
 from cdmpp.program.codegen.disassemble import read_functions
 from cdmpp.program.codegen.loops import cycles_of_chain, throughput
 from cdmpp.program.space import Rebuilder
@@ -44,10 +44,13 @@ def estimates(view: DatasetView, counts: Counts) -> pd.DataFrame:
     keys = {name: counts_key(device) for name, device in devices.items() if device.kind == "cpu"}
     rows = [counts.get((p, keys.get(d, ""))) for p, d in zip(labels["program"], labels["device"], strict=True)]
     labels = labels.assign(counts=rows)[[row is not None for row in rows]]
-    found = np.stack(labels["counts"].to_list())
-    names = ("core_cycles", "unit_cycles", "unknown_loops", "missing", "run_all")
-    of = {name: found[:, CODEGEN_FEATURES.index(name)] for name in names}
-    labels = labels.assign(**of, bytes=[tasks[task].bytes for task in labels["task"]])
+    found = np.stack(labels["counts"].to_list()).astype(np.float64)
+    of_core = labels["device"].map(lambda name: core_name(devices[name])).to_numpy(dtype=str)
+    for core in np.unique(of_core):
+        found[of_core == core] = with_overlap(found[of_core == core], core_of(core))
+    for name in ("core_cycles", "unit_cycles", "unknown_loops", "missing", "run_all"):
+        labels[name] = found[:, CODEGEN_FEATURES.index(name)]
+    labels["bytes"] = [tasks[task].bytes for task in labels["task"]]
     small = (labels["bytes"] < _SMALL) & (labels["unknown_loops"] == 0) & (labels["latency_s"] > _SHORT)
     return labels[small & (labels["device"].map(lambda name: devices[name].cores_used) == 1)]
 
@@ -105,19 +108,16 @@ def by_mca(mca: str, core: Core, path: Path, body: list[Instruction]) -> float |
     return None if done.returncode or total is None else int(total[1]) / _ITERATIONS
 
 
-def against_mca(
-    view: DatasetView, name: str, wanted: int, mca: str, seed: int
-) -> tuple[Figure, list[dict[str, object]]]:
+def against_mca(view: DatasetView, name: str, wanted: int, mca: str, seed: int) -> tuple[Figure, list[Row]]:
     device = view.devices[name]
     core, rebuild, rows = core_of(counts_key(device).rpartition("-")[2]), Rebuilder(), []
-    labels, known, spaces = view.labels(None), view.programs, view.spaces
-    programs = labels[labels["device"] == name].sample(frac=1, random_state=seed).drop_duplicates("task")["program"]
-    seen: set[str] = set()
+    labels, seen = view.labels([name]), set[str]()
+    programs = labels.sample(frac=1, random_state=seed).drop_duplicates("task")["program"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "p.so"
         for digest in programs:
-            program = known[digest]
-            space = spaces.get(program.space_hash) if program.space_hash else None
+            program = view.programs[digest]
+            space = view.spaces.get(program.space_hash) if program.space_hash else None
             compile_to_shared_object(rebuild(program, view.task_of(program), space), dict(device.target), path)
             for body in loops_of(path):
                 listing = repr([(i.name, i.operands) for i in body])

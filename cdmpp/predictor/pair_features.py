@@ -327,7 +327,10 @@ def _set_cycles(leaves: FloatArray) -> FloatArray:
         sets, lines, new = np.ones((3, len(leaves)))
         few, begun = np.full(len(leaves), np.inf), np.zeros(len(leaves), dtype=bool)
         for loop in (1, 2, 3):  # from the innermost one
-            step, extent = np.abs(column(f"{slot}stride_{loop}")) * column(slot + "itemsize"), column(f"loop{loop}_extent")
+            step, extent = (
+                np.abs(column(f"{slot}stride_{loop}")) * column(slot + "itemsize"),
+                column(f"loop{loop}_extent"),
+            )
             moves, far = (step > 0) & (extent > 1), step >= _LINE
             of_loop = np.where(far, extent, np.ceil(extent * step / _LINE))
             period = _SETS * _LINE / np.gcd(step.astype(np.int64), int(_SETS * _LINE))

@@ -23,6 +23,7 @@ from cdmpp.predictor.pair_features import (
     roofline_s,
 )
 from cdmpp.program.codegen import CODEGEN_FEATURES
+from cdmpp.program.codegen.core import core_of, with_overlap
 from tests.samples.training import CPU, make_data, program
 
 GPU = Device(
@@ -181,11 +182,27 @@ def test_cycles_on_a_core_are_times_on_a_device(ast) -> None:
 def test_what_caches_fetch_by_the_ast_and_pages_take_times_of_their_own() -> None:
     device = replace(get_device(XEON), clock_mhz=2000.0, measured={}, l1_kb=32, l2_kb=1024)
     moved = {"moved_32kb": 6400, "conflict_32kb": 64_000, "moved_512kb": 3200, "conflict_1mb": 32_000}
-    leaf = program(matmul(1, 8, 1024, 1024, **moved, pages_1536=7))
-    times = code_features(counts(core_cycles=1)[None], [leaf], device).times[0]
-    parts = dict(zip(TIME_PARTS, np.exp(times) * 1e9 * estimate_s([leaf], device)[0], strict=True))
-    found = [parts[name] for name in ("l1_misses", "l2_misses", "crowded_lines", "pages")]
-    assert found == pytest.approx([64_000 / 64 / 2, 32_000 / 64 / 2, 5 * 28_800 / 64 / 2, 10 * 7 / 2])
+    # of a column whose rows are 2 KB apart, every other line is in the same one of 64 sets
+    column = {"slot2_itemsize": 4, "slot2_stride_1": -512, "slot2_register_elements": 500}
+    leaf = program(matmul(1, 8, 1024, 1024, **moved, **column, pages_1536=7))
+    for loads, few_sets in ((1e4, 11 * 500 / 2), (100, 11 * 100)):
+        times = code_features(counts(core_cycles=1, run_load_s=loads)[None], [leaf], device).times[0]
+        parts = dict(zip(TIME_PARTS, np.exp(times) * 1e9 * estimate_s([leaf], device)[0], strict=True))
+        found = [parts[name] for name in ("l1_misses", "l2_misses", "crowded_lines", "pages", "few_sets")]
+        assert found == pytest.approx([64_000 / 64 / 2, 32_000 / 64 / 2, 5 * 28_800 / 64 / 2, 10 * 7 / 2, few_sets / 2])
+    few_rows = program(matmul(1, 8, 1024, 16, **moved, **column))
+    assert code_features(counts(run_load_s=1e4)[None], [few_rows], device).times[0, -2] == ABSENT, "16 ways hold them"
+
+
+def test_a_chain_overlaps_with_that_of_the_next_entry_as_far_as_the_window_reaches() -> None:
+    core = core_of("znver4")
+    loop = {"runs": 100, "trips": 8, "instructions": 20, "units": 1, "chain": 16, "cycles": 16}
+    whole = counts(core_cycles=2000, chain_cycles=1600, **{f"loop0_{name}": value for name, value in loop.items()})
+    found = dict(zip(CODEGEN_FEATURES, with_overlap(whole[None].astype(float), core)[0], strict=True))
+    # counted was that 160 instructions, half of the window, are over in half of the time
+    assert core.window == 320 and found["loop0_chain"] == pytest.approx(32 * 160 / (160 + 224)) == found["loop0_cycles"]
+    assert found["core_cycles"] == pytest.approx(2000 - 100 * (16 - 40 / 3)) and found["loop0_units"] == 1
+    assert found["chain_cycles"] == pytest.approx(1600 - 100 * (16 - 40 / 3))
 
 
 def test_rows_of_several_devices_equal_those_of_each_and_unknown_stays_unknown(data) -> None:
