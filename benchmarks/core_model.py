@@ -110,7 +110,7 @@ def by_mca(mca: str, core: Core, path: Path, body: list[Instruction]) -> float |
 
 def against_mca(view: DatasetView, name: str, wanted: int, mca: str, seed: int) -> tuple[Figure, list[Row]]:
     device = view.devices[name]
-    core, rebuild, rows = core_of(counts_key(device).rpartition("-")[2]), Rebuilder(), []
+    core, rebuild, rows = core_of(counts_key(device).rpartition("-")[2]), Rebuilder(), list[Row]()
     labels, seen = view.labels([name]), set[str]()
     programs = labels.sample(frac=1, random_state=seed).drop_duplicates("task")["program"]
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +140,7 @@ def main() -> None:
     counts: Counts = {}
     for path in sorted(args.data.glob(f"*/{CODEGEN_FILE}")):
         counts.update(load_codegen(path))
-    figures, rows = list(against_labels(view, counts, ghz)), []
+    figures, rows = list(against_labels(view, counts, ghz)), list[Row]()
     if args.loops:
         found, rows = against_mca(view, args.device, args.loops, args.llvm_mca, seed=0)
         figures.append(found)

@@ -603,16 +603,16 @@ def code_rows(
         view = ProgramView.of(chosen)
         estimates = estimate_s(chosen, devices[number], view)
         memory = _memory_cycles(chosen, devices[number])[back]
-        known_rows = _code_of(counts[here], view.take(back), memory, estimates[back], devices[number])
+        counted = with_overlap(counts[here], core_of(core_name(devices[number])))
+        known_rows = _code_of(counted, view.take(back), memory, estimates[back], devices[number])
         for all_rows, values in zip(rows, known_rows, strict=True):
             all_rows[here] = values
     return rows
 
 
 def _code_of(
-    counts: NDArray[np.float32], view: ProgramView, memory: FloatArray, estimates_s: FloatArray, device: Device
+    counts: FloatArray, view: ProgramView, memory: FloatArray, estimates_s: FloatArray, device: Device
 ) -> CodeRows:
-    counts = with_overlap(np.asarray(counts, dtype=np.float64), core_of(core_name(device)))
     program, loops = np.split(counts, [-LOOPS * len(LOOP_FEATURES)], axis=1)
     of = {
         name: counts[:, CODEGEN_FEATURES.index(name)] for name in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))

@@ -198,7 +198,7 @@ def test_a_chain_overlaps_with_that_of_the_next_entry_as_far_as_the_window_reach
     core = core_of("znver4")
     loop = {"runs": 100, "trips": 8, "instructions": 20, "units": 1, "chain": 16, "cycles": 16}
     whole = counts(core_cycles=2000, chain_cycles=1600, **{f"loop0_{name}": value for name, value in loop.items()})
-    found = dict(zip(CODEGEN_FEATURES, with_overlap(whole[None].astype(float), core)[0], strict=True))
+    found = dict(zip(CODEGEN_FEATURES, with_overlap(whole[None], core)[0], strict=True))
     # counted was that 160 instructions, half of the window, are over in half of the time
     assert core.window == 320 and found["loop0_chain"] == pytest.approx(32 * 160 / (160 + 224)) == found["loop0_cycles"]
     assert found["core_cycles"] == pytest.approx(2000 - 100 * (16 - 40 / 3)) and found["loop0_units"] == 1

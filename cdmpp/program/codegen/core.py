@@ -249,13 +249,13 @@ def kinds_of_operands(instruction: Instruction) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def with_overlap(counts: NDArray[np.float64], core: Core) -> NDArray[np.float64]:
+def with_overlap(counts: NDArray[np.floating], core: Core) -> NDArray[np.float64]:
     """Counts (n, len(CODEGEN_FEATURES)) in whose longest loops one entry overlaps with the next.
 
     While a chain of dependent instructions ends, the core already looks at the next entry of its loop, as far as its window
     reaches: of a chain over n instructions n / (n + w) is left, w being the window's part that waits for operands.
     """
-    found = counts.copy()
+    found = np.array(counts, dtype=np.float64)
     loops = found[:, -LOOPS * len(LOOP_FEATURES) :].reshape(len(found), LOOPS, len(LOOP_FEATURES))
     of = {name: loops[:, :, number] for number, name in enumerate(LOOP_FEATURES)}
     span = np.maximum(of["instructions"] * np.maximum(of["trips"], 1.0), 1.0)
