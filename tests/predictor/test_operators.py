@@ -20,25 +20,14 @@ from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
 from cdmpp.errors import NetworkError, PredictorError, ProgramError
 from cdmpp.predictor.measurements import candidates, choose, teach
 from cdmpp.predictor.mechanism import Constants, mechanism, pipe, without_unit
-from cdmpp.predictor.operators import (
-    BEST,
-    OperatorModel,
-    _trust,
-    constants_of,
-    families,
-    fit_constants,
-    kinds,
-    left_out_errors,
-    load_operator_model,
-    solver_times,
-    train,
-    train_solvers,
-    training_table,
-    with_what_was_measured,
-)
 from cdmpp.predictor.predictor import Predictor, predict
 from cdmpp.program.operators import attention, operator_table, work
 from tests.samples.command import Command
+
+from cdmpp.predictor.operators import (  # isort: skip
+    BEST, OperatorModel, _trust, constants_of, families, fit_constants, kinds, left_out_errors, load_operator_model,
+    solver_times, train, train_solvers, training_table, with_what_was_measured,
+)  # fmt: skip
 
 SHIPPED = load_operator_model()
 

@@ -8,23 +8,14 @@ import numpy as np
 import pytest
 
 from cdmpp.device import Device, get_device
-from cdmpp.predictor.pair_features import (
-    ABSENT,
-    CODE_FEATURES,
-    LOOP_CODE_FEATURES,
-    PAIR_FEATURES,
-    TIME_PARTS,
-    CodeRows,
-    ProgramView,
-    code_rows,
-    estimate_s,
-    pair_rows,
-    power_headroom,
-    roofline_s,
-)
 from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.core import core_of, with_overlap
 from tests.samples.training import CPU, make_data, program
+
+from cdmpp.predictor.pair_features import (  # isort: skip
+    ABSENT, CODE_FEATURES, LOOP_CODE_FEATURES, PAIR_FEATURES, TIME_PARTS, CodeRows, ProgramView, code_rows, estimate_s,
+    pair_rows, power_headroom, roofline_s,
+)  # fmt: skip
 
 GPU = Device(
     name="g", base="g", kind="gpu", vendor="nvidia", model="g", share=1.0, cores=10, cores_used=10.0,
