@@ -324,9 +324,9 @@ def _set_cycles(leaves: FloatArray) -> FloatArray:
     column, total = partial(_column, leaves), np.zeros(len(leaves))
     missed = np.maximum(column("conflict_32kb"), column("moved_32kb")) / _LINE
     for slot in (f"slot{i}_" for i in range(1, N_SLOTS + 1)):
-        sets, lines, new = np.ones((3, len(leaves)))
-        few, begun = np.full(len(leaves), np.inf), np.zeros(len(leaves), dtype=bool)
-        for loop in (1, 2, 3):  # from the innermost one
+        sets, lines, elements = np.ones((3, len(leaves)))
+        few, fetched = np.full(len(leaves), np.inf), np.zeros(len(leaves))
+        for loop in (1, 2, 3):  # from the innermost one to where its lines exceed the ways of the sets that it touches
             step, extent = (
                 np.abs(column(f"{slot}stride_{loop}")) * column(slot + "itemsize"),
                 column(f"loop{loop}_extent"),
@@ -335,12 +335,11 @@ def _set_cycles(leaves: FloatArray) -> FloatArray:
             of_loop = np.where(far, extent, np.ceil(extent * step / _LINE))
             period = _SETS * _LINE / np.gcd(step.astype(np.int64), int(_SETS * _LINE))
             sets = np.where(moves, np.minimum(_SETS, sets * np.where(far, np.minimum(of_loop, period), of_loop)), sets)
-            lines = np.where(moves, lines * of_loop, lines)
-            few = np.where(np.isinf(few) & (lines > _WAYS * sets), sets, few)
-            new = np.where(moves & ~begun, np.minimum(1.0, step / _LINE), new)
-            begun |= moves
-        fetched = np.minimum(column(slot + "register_elements") * new * begun, missed)
-        total += np.where(few <= _FEW_SETS, _SET_CYCLES * fetched / few, 0.0)
+            lines, elements = np.where(moves, lines * of_loop, lines), np.where(moves, elements * extent, elements)
+            exceeds = np.isinf(few) & (lines > _WAYS * sets)
+            few = np.where(exceeds, sets, few)
+            fetched = np.where(exceeds, column(slot + "register_elements") * lines / elements, fetched)
+        total += np.where(few <= _FEW_SETS, _SET_CYCLES * np.minimum(fetched, missed) / few, 0.0)
     return total
 
 
