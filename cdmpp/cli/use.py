@@ -145,9 +145,14 @@ def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
     cdmpp latency resnet18@b4 --device h200
     cdmpp latency llama-3.1-8b --device h200,l40s --dtype fp8 --batch 8 --seq 2048 --generate 256
     """
+    from cdmpp.device import get_device, load_table
+
     devices = [name.strip() for name in args.device.split(",") if name.strip()]
     if not devices:
         raise UnknownDeviceError("--device names no device")
+    for name in devices:
+        if others := load_table().variants(name):
+            ui.warn(errors, f"{name} is taken for {get_device(name).base}; there are {', '.join(others)}")
     if not args.shares:
         return _latency_on(args, devices, console, errors)
     from cdmpp.endtoend import shares_of, smallest_share

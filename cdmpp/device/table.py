@@ -339,6 +339,12 @@ class DeviceTable:
         usual = self._joined.get(short, "")
         return found.pop() if len(found) == 1 else usual if usual in found and not (form and form not in named) else ""
 
+    def variants(self, name: str) -> list[str]:
+        """Names of the devices, two or more, that a short name such as ``A100`` leaves open; none where it says which."""
+        short, form, gb = _short(name.partition("@")[0])
+        known = {row for rows in self._forms.get(short, {}).values() for row in rows}
+        return sorted(known) if not form and gb is None and len(known) > 1 else []
+
     def get(self, name: str) -> Device:
         """The device of a name ``base[.isa][@share]``: ``base`` as of :meth:`find`, ``isa`` one of
         :data:`cdmpp.device.spec.ISAS`, ``share`` as of :meth:`Device.used`. UnknownDeviceError: there is no such one (the

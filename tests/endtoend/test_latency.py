@@ -226,8 +226,9 @@ def test_the_command_prints_and_writes_the_same_numbers(trace: Path, monkeypatch
     monkeypatch.setattr(Predictor, "default", classmethod(lambda cls: fixed()))
     one = command.json("latency", trace, "--device", "h200", "--launch-us", "0")
     assert one["latency_s"] == pytest.approx(4e-3) and "4 ms a run on h200" in command.out
-    two = command.json("latency", trace, "--device", "h200,t4")
-    assert set(two["by_latency"]) == {"h200", "t4"} and "on 2 devices" in command.out
+    two = command.json("latency", trace, "--device", "H100,t4")
+    assert set(two["by_latency"]) == {"h100-sxm", "t4"} and "on 2 devices" in command.out
+    assert "H100 is taken for h100-sxm; there are h100-pcie, h100-sxm" in command.err and "t4 is" not in command.err
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0])
