@@ -21,7 +21,6 @@ from cdmpp.device import Device
 from cdmpp.errors import PredictorError
 from cdmpp.program.ast import CAPACITIES, LEAF_FEATURES, N_LOOPS, N_SLOTS, SIMD_BYTES, SPECIAL, CompactAST, size_name
 from cdmpp.program.codegen import CACHE_KB, CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS
-from cdmpp.program.codegen.core import core_name, core_of, with_overlap
 
 FloatArray = NDArray[np.float64]
 
@@ -595,6 +594,10 @@ def code_rows(
     shapes = ((len(CODE_FEATURES),), (LOOPS, len(LOOP_CODE_FEATURES)), (len(TIME_PARTS),))
     rows = CodeRows(*(np.full((len(program), *shape), np.nan) for shape in shapes))
     known = ~np.isnan(counts[:, 0])
+    if not known.any():
+        return rows
+    from cdmpp.program.codegen.core import core_name, core_of, with_overlap
+
     for number in np.unique(device[known]):
         here = np.flatnonzero(known & (device == number))
         used, back = np.unique(program[here], return_inverse=True)
