@@ -178,9 +178,7 @@ def _dataset(args: ui.Namespace, console: Console, errors: Console) -> Any:
                 f"and {ui.percent(row['remeasured_disturbed'])} in the mean where the core was disturbed",
             )
         if row.get("disturbed"):
-            ui.say(
-                console, f"{row['path']}: {row['disturbed']} labels are of a disturbed core, and neither train nor test"
-            )
+            ui.say(console, f"{row['path']}: {row['disturbed']} labels of a disturbed core neither train nor test")
         if row.get("corrupt_lines"):
             ui.warn(console, f"{row['path']}: {row['corrupt_lines']} damaged lines were skipped")
     return summary

@@ -326,10 +326,8 @@ def _set_cycles(leaves: FloatArray) -> FloatArray:
         sets, lines, elements = np.ones((3, len(leaves)))
         few, fetched = np.full(len(leaves), np.inf), np.zeros(len(leaves))
         for loop in (1, 2, 3):  # from the innermost one to where its lines exceed the ways of the sets that it touches
-            step, extent = (
-                np.abs(column(f"{slot}stride_{loop}")) * column(slot + "itemsize"),
-                column(f"loop{loop}_extent"),
-            )
+            extent = column(f"loop{loop}_extent")
+            step = np.abs(column(f"{slot}stride_{loop}")) * column(slot + "itemsize")
             moves, far = (step > 0) & (extent > 1), step >= _LINE
             of_loop = np.where(far, extent, np.ceil(extent * step / _LINE))
             period = _SETS * _LINE / np.gcd(step.astype(np.int64), int(_SETS * _LINE))

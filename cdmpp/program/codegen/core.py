@@ -30,7 +30,7 @@ _ALONE = ("alone",)
 #: Instructions that only set a register to a constant, whatever it holds: of a register with itself.
 _IDIOMS = ("xor", "pxor", "pcmpeq", "kxnor", "kxor", "psub", "sub")
 _MOVES = ("mov", "vmov", "vbroadcast", "vpbroadcast")
-#: Part of the window that waits for operands while a chain ends (fits labels of five CPUs; the schedulers are full then).
+#: Part of the window that waits for operands while a chain ends: fits labels of a Zen 3, 4 and 5 and a Cascade Lake.
 _WAITING = 0.7
 _NOTHING = ("nop", "vzeroupper", "endbr64", "prefetch", "ret")
 
