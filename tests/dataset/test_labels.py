@@ -43,9 +43,8 @@ def test_undisturbed_records_count_where_there_are_any() -> None:
         {"latency_s": 4.0, "program": "r", "meta": "{}", "noise": 0.3},
         {"latency_s": 2.5, "program": "r", "meta": "{}", "drift": 0.01},
     ]
-    frame = records(rows)
-    assert list(disturbance(frame)) == [0.9, 0.0, 0.9, 1.0, 1.0, 0.0]
-    labels = label_table(frame).set_index("program")
+    assert list(disturbance(records(rows))) == [0.9, 0.0, 0.9, 1.0, 1.0, 0.0]
+    labels = label_table(records(rows)).set_index("program")
     assert dict(labels["latency_s"]) == {"p": 1.0, "q": 5.0, "r": 2.5}
     assert dict(labels["n_records"]) == {"p": 1, "q": 1, "r": 1}
     assert dict(labels["disturbed"]) == {"p": False, "q": True, "r": False}

@@ -70,7 +70,7 @@ def test_compiled_code_says_what_a_board_measures_in_a_tuning(address: str, tmp_
     monkeypatch.setattr(ChoosingMeasurer, "worth", worth)
     config = TuneConfig(Objective(16), batch=8, trim=None, rpc=address, key="board", seed=1)
     costs = tune_tasks("net", [(matmul_task(), 1.0)], device=BOARD, out=tmp_path / "t", config=config).costs
-    assert (costs.trials, costs.measurements, costs.dropped, right) == (16, 4, 12, [True] * 3)
+    assert (costs.trials, costs.measurements, costs.dropped, right) == (16, 5, 11, [True] * 3)
 
 
 def test_compiled_code_that_tells_nothing_is_said() -> None:
