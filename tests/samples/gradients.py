@@ -26,7 +26,7 @@ ROWS = (33, 1)
 
 
 def whole_loss() -> tuple[Config, TrainingData]:
-    """CMD, both decoders and the head for instruction counts, which a third of the programs has: such that gradients are small."""
+    """CMD, both decoders and the head for instruction counts, which a third of the programs has; its gradients are small."""
     config = small_config(SPEC, {"dropout": 0.0, "compiled": True, "codegen": True}, grad_clip=1e9)
     loss = config.loss.model_copy(update={"cmd_weight": 0.5, "codegen_weight": 0.3})
     data, rng = make_data(6, 12), np.random.default_rng(0)
