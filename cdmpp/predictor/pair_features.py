@@ -641,16 +641,18 @@ def _code_of(
     of_core = _PER_MILLE * taken[:, 1:] / np.maximum(taken[:, :1], 1e-2)
     run = np.stack([of[f"run_{kind}"] for kind in _SHARES], axis=1) / np.maximum(of["run_all"], 1.0)[:, None]
     others = np.maximum(of["core_cycles"] - of["outside_cycles"] - longest.sum(axis=1), 0.0)
+    # vectorised along other loops than the strided one, code touches a line with fewer instructions
+    accesses = sum(of[f"run_{kind}"] for kind in KINDS if kind.startswith(("load_", "store_")))
     rest = [
         others,
         of["outside_cycles"],
         *(of[f"lines_{kb}k"] for kb in CACHE_KB),
         of["loop_entries"],
         of["call_cycles"],
+        *memory[:, :-1].T,
+        np.minimum(memory[:, -1], _SET_CYCLES * accesses),
     ]
-    accesses = sum(of[f"run_{kind}"] for kind in KINDS if kind.startswith(("load_", "store_")))
-    memory[:, -1] = np.minimum(memory[:, -1], _SET_CYCLES * accesses)  # what is vectorised along other loops
-    parts = np.concatenate([longest, np.stack(rest, axis=1), memory], axis=1) * (ns_per_cycle / _NS)[:, None]
+    parts = np.concatenate([longest, np.stack(rest, axis=1)], axis=1) * (ns_per_cycle / _NS)[:, None]
     parts = np.concatenate([parts, regions_s(view, device)[:, None]], axis=1) / estimates_s[:, None]
     numbers = np.concatenate([program, taken, of_core, run], axis=1)
     return CodeRows(numbers, every, np.log(np.maximum(parts, np.exp(ABSENT))))

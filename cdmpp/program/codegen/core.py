@@ -262,8 +262,7 @@ def with_overlap(counts: NDArray[np.floating], core: Core) -> NDArray[np.float64
     # counted is that only loops shorter than the window overlap
     chain = of["chain"] * np.maximum(1.0, core.window / span) * span / (span + _WAITING * core.window)
     cycles = np.maximum.reduce([of["units"], of["front"], chain, core.line * of["l1_lines"]])
-    for name, values in (("chain", chain), ("cycles", cycles)):
-        total = "core_cycles" if name == "cycles" else "chain_cycles"
+    for name, total, values in (("chain", "chain_cycles", chain), ("cycles", "core_cycles", cycles)):
         found[:, CODEGEN_FEATURES.index(total)] += (of["runs"] * (values - of[name])).sum(axis=1)
         of[name][:] = values
     found[:, -LOOPS * len(LOOP_FEATURES) :] = loops.reshape(len(found), -1)
