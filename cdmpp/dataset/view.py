@@ -47,7 +47,7 @@ LABEL_COLUMNS: tuple[str, ...] = (
 #: where the profiler did not watch the core itself (records without ``disturbed``).
 _DISTURBED_DRIFT = 0.05
 _DISTURBED_NOISE = 0.05
-#: Share of disturbed samples above which a label is: measured again, such programs differ two to four times as much as others.
+#: Share of disturbed samples above which a label is: measured again, such programs differ at least twice as much as others.
 _MOSTLY = 0.5
 
 #: A device needs so many re-measured programs before they correct its split-half floors.
