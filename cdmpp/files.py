@@ -59,8 +59,7 @@ def read_yaml(path: str | Path) -> Any:
 def replacing(path: Path) -> Iterator[Path]:
     """A draft beside ``path`` to write to; it takes the place of ``path`` at the end, durably, unless an error came before.
 
-    OSError: the disk is full or the folder cannot be written; what was there stays.
-    """
+    OSError: the disk is full or the folder cannot be written; what was there stays."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield draft

@@ -29,6 +29,9 @@ def _add_profile(sub: ui.Parser) -> None:
     ui.add(sub, "programs_of", metavar="DIR", help="measure the programs of this dataset instead")
     ui.add(sub, "remeasure", action="store_true", help="with --programs-of: also what --out has already")
     ui.add(sub, "library", action="store_true", help="PyTorch's own kernels, in place of TVM's programs")
+    ui.add(
+        sub, "compile_only", action="store_true", help="compile random programs for D and measure none: data.unmeasured"
+    )
     ui.add_settings(sub, ProfileConfig)
 
 
@@ -39,21 +42,29 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
     cdmpp profile zoo --library --out runs/library --resume    PyTorch's own operators
     """
     from cdmpp.device import get_device
-    from cdmpp.profiler.session import ProfileConfig, profile, read_task_file
+    from cdmpp.profiler.session import ProfileConfig, compile_programs, profile, read_task_file
 
     networks = ui.networks_of(args.networks)
     if bool(networks) == bool(args.programs_of):
         raise ProfilerError("name networks to profile, or a dataset with --programs-of, not both")
     if args.unscheduled and args.programs_of:
         raise ProfilerError("--unscheduled measures the tasks of networks, not the programs of a dataset")
-    if ((args.library or args.rpc) and args.ray) or (args.library and args.rpc):
-        raise ProfilerError("--library, --ray and --rpc measure in different places: choose one")
+    if sum(map(bool, (args.library, args.ray, args.rpc, args.compile_only))) > 1:
+        raise ProfilerError(
+            "--library, --ray and --rpc measure in different places, --compile-only nowhere: choose one"
+        )
     if args.library:
         from cdmpp.profiler.library import profile_library
 
         with ui.Bar(errors, "measuring") as bar:
             found = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.update)
         return _shown_labels(found, console)
+    if args.compile_only:
+        with ui.Bar(errors, "compiling") as bar:
+            made = compile_programs(networks, config=ui.settings(args, ProfileConfig), **_run(args, bar))
+        failures = f"failures: {ui.counts_text(made.failures)}"
+        ui.say(console, f"{made.path}: {made.ok} programs compiled for {made.device}, none measured; {failures}")
+        return asdict(made)
     if args.ray is None and args.rpc is None and get_device(args.device).kind == "gpu":
         return _profile_gpu(networks, args, console, errors)
     with ui.Bar(errors, "measuring") as bar:

@@ -73,12 +73,11 @@ def collect_codegen(
     """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions; all of them
     also for these ``cpus``, on which nothing need be measured.
 
-    The file is written every few hundred programs. A program that does not compile is left out. ``progress`` is called with
-    the numbers of programs done and wanted. What ``object_cache`` has (``cdmpp profile --object-cache``) is not compiled
-    again, and what it lacks is kept there. ``pool``, in place of processes of this machine, has the method ``map`` of
+    The file is written every few hundred programs. A program that does not compile is left out. ``progress`` is called with the
+    numbers of programs done and wanted. What ``object_cache`` has (``cdmpp profile --object-cache``) is not compiled again, and
+    what it lacks is kept there. ``pool``, in place of processes of this machine, has the method ``map`` of
     :class:`concurrent.futures.Executor`. DatasetError: no dataset in the folder, another device, or the file cannot be written;
-    CdmppError: what decodes instructions is not installed.
-    """
+    CdmppError: what decodes instructions is not installed."""
     require_decoder()
     if others := [cpu.name for cpu in cpus if not is_counted(cpu)]:
         raise DatasetError(f"{', '.join(others)}: only programs compiled for x86 CPUs are counted")

@@ -44,8 +44,7 @@ class Record:
     (None for a failure), made of ``samples_s`` in the order in which they were taken (stored as float32); ``noise`` is the
     relative difference of the labels of their two halves, |a - b| / mean(a, b) (None if unknown). ``error`` is what went wrong,
     for people; ``measured_at`` Unix time in seconds; ``meta`` everything else worth keeping (JSON values), such as build_s,
-    attempts, session.
-    """
+    attempts, session."""
 
     program: str
     device: str

@@ -77,8 +77,7 @@ class Split:
     ``spec`` makes the same split again, choices spelt out. ``held_out`` are networks (``by_network``) or devices
     (``by_device``), ``allowed_tasks`` those whose labels on held-out devices may train. Programs of ``adapt`` are held out as
     well and may be looked at, but not their labels (domain adaptation), and none is in test: compare models with and without on
-    the same split. ``fingerprint`` is that of the label table (:func:`cdmpp.dataset.view.label_fingerprint`).
-    """
+    the same split. ``fingerprint`` is that of the label table (:func:`cdmpp.dataset.view.label_fingerprint`)."""
 
     kind: str
     spec: str
@@ -98,8 +97,7 @@ class Split:
         """The split of a label table that a text names (see the module), checked to be disjoint.
 
         ``by_network`` needs the networks, and uses families (network -> family) when it chooses. SplitError: the text is
-        malformed, none of the names has a label (some: a warning), or nothing would be left to train on or to test.
-        """
+        malformed, none of the names has a label (some: a warning), or nothing would be left to train on or to test."""
         kind, options = _read_spec(spec)
         if not len(labels):
             raise SplitError("there are no labels to split")

@@ -49,8 +49,7 @@ class RowStore:
     A row is safe from a killed process when :meth:`add` returns, and from a power cut a second later (:meth:`sync`). ``write``
     makes the file if it is missing, and keeps other writers out until :meth:`close` or the end of the process. ``id`` is that
     of this file: another one that takes its place has another. DatasetError: another process (or another object of this one)
-    writes it; it cannot be opened; it is no such file.
-    """
+    writes it; it cannot be opened; it is no such file."""
 
     def __init__(self, path: Path, write: bool = False) -> None:
         self.path = path
@@ -460,8 +459,7 @@ def write_dataset(
 def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
     """Read dataset folders as one dataset; a folder without ``meta.json`` stands for the datasets right below it.
 
-    DatasetError: a path does not exist or holds no dataset. SchemaVersionError: one was written with another version.
-    """
+    DatasetError: a path does not exist or holds no dataset. SchemaVersionError: one was written with another version."""
     found: dict[Path, Path] = {}  # each once
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         if not path.is_dir():

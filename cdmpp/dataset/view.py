@@ -62,8 +62,7 @@ def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> 
 
     Gives columns :data:`LABEL_COLUMNS`, sorted by task, program and device, index 0..n-1: ``noise`` is the median of the
     records' relative split-half difference (NaN if unknown), ``n_records`` how many are behind the label, ``error_floor`` that
-    of :func:`error_floor`, ``disturbed`` whether more than half of what is behind it was.
-    """
+    of :func:`error_floor`, ``disturbed`` whether more than half of what is behind it was."""
     chosen = records if devices is None else records[records["device"].isin(list(devices))]
     ok = chosen[chosen["status"] == "ok"]
     latency_s = ok["latency_s"].to_numpy(dtype=np.float64)
@@ -273,8 +272,7 @@ class DatasetView:
         ``invalid_records`` (ok records without a usable latency or program), ``corrupt_lines`` (damaged rows that were
         skipped), ``remeasured`` (programs with several ok records on a device), ``remeasured_difference``, ``remeasured_mean``
         and ``remeasured_p90`` (median, mean and 90th percentile of the relative difference of those; None without any),
-        ``remeasured_disturbed`` (the mean where a record is of a disturbed core), ``disturbed`` (labels that are).
-        """
+        ``remeasured_disturbed`` (the mean where a record is of a disturbed core), ``disturbed`` (labels that are)."""
         return {"total": _totals(self), "datasets": [_details(part) for part in self.parts]}
 
 

@@ -59,9 +59,8 @@ class ModelConfig(_Section):
 class LabelConfig(_Section):
     """Label transform, see :mod:`cdmpp.predictor.encoding`.
 
-    ``relative_to`` is what latencies are divided by before: the ``roofline`` of the program on the device or an
-    analytical ``estimate`` (:mod:`cdmpp.predictor.pair_features`), so that the network predicts an efficiency.
-    """
+    ``relative_to`` is what latencies are divided by before: the ``roofline`` of the program on the device or an analytical
+    ``estimate`` (:mod:`cdmpp.predictor.pair_features`), so that the network predicts an efficiency."""
 
     transform: Literal["box-cox", "log"] = "box-cox"
     relative_to: Literal["none", "roofline", "estimate"] = "none"
@@ -130,7 +129,8 @@ class DataConfig(_Section):
     paths: tuple[str, ...] = ()
     devices: tuple[str, ...] | None = None
     #: Let the first network learn also from programs that were compiled for a CPU of the training but not measured on it
-    #: (``cdmpp codegen --device``): what the others, trained on what was measured, say of their compiled code.
+    #: (``cdmpp codegen --device``), or anywhere (``cdmpp profile --draw-only``): what the others, trained on what was measured,
+    #: say of their compiled code.
     unmeasured: bool = False
 
 
@@ -162,8 +162,7 @@ class Config(_Section):
 def config_from_dict(values: Any, source: str = "configuration") -> Config:
     """Build a configuration from nested dictionaries.
 
-    Raises PredictorError: an unknown key or a value out of range; the message names each with its path.
-    """
+    Raises PredictorError: an unknown key or a value out of range; the message names each with its path."""
     if values is None:
         values = {}
     if not isinstance(values, dict):

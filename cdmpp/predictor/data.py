@@ -47,8 +47,7 @@ class TrainingData:
     ``labels`` has one row per pair, columns :data:`cdmpp.dataset.view.LABEL_COLUMNS`, index 0..n-1; ``asts`` (by hash) and
     ``devices`` (by name) are of all of these. ``networks`` are those that a task (hash) occurs in, ``families`` those of
     networks, as far as known. ``view`` is the dataset behind it; None for data made otherwise. ``codegen`` are instruction
-    counts, as :func:`cdmpp.dataset.codegen.load_codegen` gives them, of the programs that have some.
-    """
+    counts, as :func:`cdmpp.dataset.codegen.load_codegen` gives them, of the programs that have some."""
 
     labels: pd.DataFrame
     asts: Mapping[str, CompactAST]
@@ -170,7 +169,9 @@ def gather(
         labels = labels[~labels["disturbed"]].reset_index(drop=True)
         if labels.empty:
             raise DatasetError("all labels are of a disturbed core: measure again on a quiet machine (--remeasure)")
-    asts = collect_asts(view, labels["program"].unique(), progress)
+    counts = _collect_codegen(view)
+    compiled = (program for program, _ in counts) if config.unmeasured else ()
+    asts = collect_asts(view, [*labels["program"], *compiled], progress)
     missing = ~labels["program"].isin(list(asts))
     if missing.any():
         logger.warning("%d labels left out: their programs have no AST", int(missing.sum()))
@@ -182,9 +183,9 @@ def gather(
         {task.hash: tuple(sorted(task.networks)) for task in view.tasks.values()},
         dict(view.network_families),
         view,
-        _collect_codegen(view),
+        counts,
     )
-    if data.codegen:
+    if counts:
         warn_of_missing_counts(data.count_coverage(np.arange(len(data))))
     return data
 

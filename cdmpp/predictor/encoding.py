@@ -85,9 +85,8 @@ class FeatureEncoder:
 
     The device scaler sees every training device once, whatever its number of records. It clips to as far as any of these is
     from their mean: a few devices do not tell what lies beyond, and a network that was shown two of them would extrapolate
-    without bound. Without a scaler of pairs or code, these are encoded as nothing. ``feature_set`` identifies the leaf
-    features (:data:`cdmpp.program.ast.FEATURE_SET`).
-    """
+    without bound. Without a scaler of pairs or code, these are encoded as nothing. ``feature_set`` identifies the leaf features
+    (:data:`cdmpp.program.ast.FEATURE_SET`)."""
 
     feature_set: str
     leaf: ColumnScaler
@@ -228,8 +227,7 @@ class LabelTransform:
     scale of 1. ``mean`` and ``std`` are of the unstandardised transformed training labels; ``log_low`` and ``log_high`` the
     natural logarithm of the smallest and largest ratio the inverse returns. ``relative_to`` is what latencies are divided by
     first: a per-program reference (a key of :data:`cdmpp.predictor.pair_features.REFERENCES`), which every method then needs as
-    ``reference_s`` (PredictorError without it); "" for nothing.
-    """
+    ``reference_s`` (PredictorError without it); "" for nothing."""
 
     kind: str
     mean: float

@@ -47,8 +47,7 @@ def evaluate(
     ``interval``, how well 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`) with such evidence.
 
     PredictorError: no records to score, an unknown part or grouping, or no evidence of the kind. SplitError, DatasetError: the
-    split cannot be made of this data; a device of the data is not the one that had its name in training.
-    """
+    split cannot be made of this data; a device of the data is not the one that had its name in training."""
     check_one_kind(compiled, measured)
     name, rows = rows_to_score(predictor, data, split, part)
     if compiled:

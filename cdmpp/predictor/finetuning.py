@@ -65,9 +65,8 @@ def finetune(
     or which; None takes every task with records of the device. ``select`` and ``seed`` are how (the choice is the same before
     and after the device is profiled).
 
-    PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from.
-    UnknownDeviceError, DatasetError: no such device; no data.
-    """
+    PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from. UnknownDeviceError,
+    DatasetError: no such device; no data."""
     out = Path(out)
     if any((out / name).exists() for name in (HISTORY_FILE, "predictor")):
         raise PredictorError(f"{out} holds a training run: choose another folder")

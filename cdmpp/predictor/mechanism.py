@@ -158,8 +158,7 @@ class Constants:
     by which times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing;
     and with what power of the energy there is for an operation the part of the peak grows.
 
-    The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together.
-    """
+    The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together."""
 
     peak: float = 0.76
     memory: float = 0.81

@@ -265,8 +265,7 @@ class LatencyNetwork(nn.Module):
 def _decode(decoder: nn.Sequential, embedding: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
     """A decoder's output for the embedding and what is known besides, one after the other.
 
-    They are multiplied apart: what is known is most of the inputs, and no gradient of it is wanted.
-    """
+    They are multiplied apart: what is known is most of the inputs, and no gradient of it is wanted."""
     first, rest = decoder[0], decoder[1:]
     assert isinstance(first, nn.Linear)
     width = embedding.shape[1]

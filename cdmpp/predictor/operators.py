@@ -148,8 +148,7 @@ class OperatorModel:
     def predict(self, table: pd.DataFrame, device: str | Device, framework: str = BEST) -> FloatArray:
         """Seconds of each operator of a table (:func:`cdmpp.program.operators.operator_table`), float64 (n,).
 
-        UnknownDeviceError: no such device. PredictorError: no such framework, or a device of a kind that no labels are of.
-        """
+        UnknownDeviceError: no such device. PredictorError: no such framework, or a device of a kind that no labels are of."""
         if framework not in FRAMEWORKS:
             raise PredictorError(f"no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
         if not len(table):
@@ -505,8 +504,7 @@ def train(
     """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless ``epochs`` says.
 
     Gives the model, and the table with what was predicted without the row's family: ``left_out_s`` with the trust that the
-    other families ask for, ``left_out_estimate_s`` by the estimate alone. PredictorError: nothing to learn from.
-    """
+    other families ask for, ``left_out_estimate_s`` by the estimate alone. PredictorError: nothing to learn from."""
     if len(table) < _FOLDS:
         raise PredictorError("an operator model needs labels of operators to learn from")
     table = table.reset_index(drop=True)

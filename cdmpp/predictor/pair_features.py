@@ -95,11 +95,10 @@ class ProgramView:
     ``io_bytes`` are of inputs and outputs; what a program allocates in between may stay in a cache. Of the main leaf,
     ``columns``, ``rows`` and ``batch`` are output loops (the innermost, the one around it, the product of the others; 1 where
     there is none), ``depth`` is the product of its reduction loops, ``parallel`` its parallel iterations; ``regions`` are the
-    top-level loop nests that run in parallel. ``blocks``,
-    ``threads`` and ``shared_bytes`` are of the largest GPU launch (1, 1 and 0 without). A program on a GPU that is not
-    ``scheduled_for_gpu`` is run by a library. A ``contraction`` is a sum of products: what matrix units do. A ``windowed``
-    program reduces over several loops, as a convolution does: libraries run one product of matrices over all output points.
-    """
+    top-level loop nests that run in parallel. ``blocks``, ``threads`` and ``shared_bytes`` are of the largest GPU launch (1, 1
+    and 0 without). A program on a GPU that is not ``scheduled_for_gpu`` is run by a library. A ``contraction`` is a sum of
+    products: what matrix units do. A ``windowed`` program reduces over several loops, as a convolution does: libraries run one
+    product of matrices over all output points."""
 
     flops: FloatArray
     io_bytes: FloatArray
@@ -214,8 +213,7 @@ def estimate_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | N
     moves for it, over the cores that its parallel loops keep busy; on a GPU the same with lanes in place of SIMD registers. A
     program that a library runs on a GPU takes as long as its arithmetic in whole waves of tiles, or its inputs and outputs in
     memory. Constants are of current hardware in general; it is meant to rank programs and to give their scale, not to be exact.
-    ``view`` as of :func:`roofline_s`.
-    """
+    ``view`` as of :func:`roofline_s`."""
     view = ProgramView.of(asts) if view is None else view
     leaves, owner = _leaves_of(asts)
     seconds = _cpu_leaf_s(leaves, device) if device.kind == "cpu" else _gpu_leaf_s(leaves, device)
@@ -353,8 +351,7 @@ def _memory_cycles(asts: Sequence[CompactAST], device: Device) -> FloatArray:
 def _gathered(leaves: FloatArray) -> FloatArray:
     """Elements that a compiler may load with gathers, (leaves,).
 
-    LLVM vectorises an innermost loop that is no reduction also where accesses stride along it, if there are gathers.
-    """
+    LLVM vectorises an innermost loop that is no reduction also where accesses stride along it, if there are gathers."""
 
     column = partial(_column, leaves)
     second = (column("loop1_extent") <= _UNROLLED_EXTENT) & (column("loop1_extent") > 0)
@@ -403,8 +400,7 @@ REFERENCES: dict[str, Callable[[Sequence[CompactAST], Device], FloatArray]] = {
 def reference_s(kind: str, asts: Sequence[CompactAST], device: Device) -> FloatArray:
     """Reference latencies of one of :data:`REFERENCES`, float64 seconds (n,), above 0.
 
-    Raises PredictorError: unknown kind.
-    """
+    Raises PredictorError: unknown kind."""
     if kind not in REFERENCES:
         raise PredictorError(f"no reference {kind!r}; there are {', '.join(REFERENCES)}")
     return REFERENCES[kind](asts, device) if len(asts) else np.zeros(0)

@@ -63,9 +63,8 @@ class Predictor:
     values). What :meth:`predict_interval` and :meth:`unfamiliar` need may be None: ``familiarity``, and a calibration for each
     kind of evidence (none, compiled code, latencies on other devices, which ``scaling`` scales). ``corrections``
     (:mod:`cdmpp.predictor.correction`) are what measurements told a trained network: by device, and by whether the compiled
-    code is known (``compiled``) or not (``ast``). ``members`` are networks of other seeds: where the compiled
-    code is known, the logarithms of all predictions are averaged; else ``network`` answers alone, in a part of the time.
-    """
+    code is known (``compiled``) or not (``ast``). ``members`` are networks of other seeds: where the compiled code is known,
+    the logarithms of all predictions are averaged; else ``network`` answers alone, in a part of the time."""
 
     network: LatencyNetwork = field(repr=False)
     encoder: FeatureEncoder = field(repr=False)
@@ -103,10 +102,9 @@ class Predictor:
         the same kind (CPU, GPU): a device -> seconds, float or (n,), NaN where unknown; they are scaled and weighed in
         (:mod:`cdmpp.predictor.evidence`). Not both.
 
-        UnknownDeviceError: no such device. ProgramError: a program has no computation or cannot be read; ``compiled``
-        with an AST or a device that is no x86 CPU. PredictorError: a Program without a resolver; evidence that the
-        predictor cannot take, or that is none.
-        """
+        UnknownDeviceError: no such device. ProgramError: a program has no computation or cannot be read; ``compiled`` with an
+        AST or a device that is no x86 CPU. PredictorError: a Program without a resolver; evidence that the predictor cannot
+        take, or that is none."""
         if isinstance(programs, pd.DataFrame):
             return _of_operators(programs, device, compiled or measured)[0]
         items, many = _resolved(programs, resolver)

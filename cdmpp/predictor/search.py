@@ -93,8 +93,7 @@ def search(
     searches, pruned and failed ones included, but not one that was cut short; with ``resume`` a search in ``out`` is continued.
 
     PredictorError: ``out`` holds a search and ``resume`` is off, or one of another model, configuration or other records; no
-    trial succeeded; Optuna is not installed. DatasetError, SplitError: no records; a split that cannot be made.
-    """
+    trial succeeded; Optuna is not installed. DatasetError, SplitError: no records; a split that cannot be made."""
     if trials < 1:
         raise PredictorError(f"a search needs at least one trial, got {trials}")
     out = Path(out)

@@ -64,8 +64,7 @@ def select_tasks(
 
     Tasks are compared by the predictor's embeddings (:func:`embed_programs`), or without one by :func:`ast_features`
     standardised over the tasks; ``select="random"`` is the baseline. In place of one that is not among ``available`` (None: all
-    are), the next nearest of its cluster is chosen, and where there is none, the nearest of all.
-    """
+    are), the next nearest of its cluster is chosen, and where there is none, the nearest of all."""
     if k < 1:
         raise PredictorError(f"the number of tasks must be at least 1, got {k}")
     if select not in get_args(Select):

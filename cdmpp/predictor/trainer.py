@@ -69,8 +69,7 @@ class Trainer:
     the learning rate falls so that training ends after ``max_seconds``; ``processes`` train together (None: this one alone),
     with our network and no ``max_seconds``.
 
-    PredictorError: no training or validation pairs; CMD without pairs to adapt to.
-    """
+    PredictorError: no training or validation pairs; CMD without pairs to adapt to."""
 
     def __init__(
         self,

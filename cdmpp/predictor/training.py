@@ -26,7 +26,7 @@ from cdmpp.files import write_text
 from cdmpp.predictor import encoding
 from cdmpp.predictor.checkpoint import TrainerState, load_checkpoint, save_checkpoint
 from cdmpp.predictor.config import Config, dump_config
-from cdmpp.predictor.data import TrainingData, gather, split_data
+from cdmpp.predictor.data import TrainingData, gather, split_data, subset
 from cdmpp.predictor.evidence import NO_EVIDENCE, Evidence, fit_scaling
 from cdmpp.predictor.pair_features import CODE_FEATURES, GENERAL_PAIRS, LOOP_CODE_FEATURES, PAIR_FEATURES
 from cdmpp.predictor.predictor import Predictor
@@ -66,8 +66,7 @@ def train(
     result is that of an unbroken run. Processes that torchrun started train together (:mod:`cdmpp.predictor.processes`).
 
     PredictorError: ``out`` holds a run and ``resume`` is off, or one of another configuration or other records; training
-    diverged. DatasetError, SplitError: no records; a split that cannot be made.
-    """
+    diverged. DatasetError, SplitError: no records; a split that cannot be made."""
     out = Path(out)
     if not resume and any((out / name).exists() for name in (CHECKPOINT_FILE, HISTORY_FILE, "predictor")):
         raise PredictorError(f"{out} holds a training run: resume it, or choose another folder")
@@ -103,13 +102,18 @@ def _train(
 
 
 def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tuple[TrainingData, Split]:
-    """Data with programs of the training part on other CPUs of it, for which they were compiled but not measured, and the split
-    with these pairs in its training part. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of
-    the compiled code: it errs half as much as one that has only the AST, which learns from them as from measured ones (Hinton
-    et al., *Distilling the knowledge in a neural network*, 2015). PredictorError: there are none."""
+    """Data with programs on CPUs of the training part for which they were compiled but not measured, and the split with these
+    pairs in its training part: programs that train on another CPU, and those that were measured nowhere, of tasks that the
+    split leaves to training. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of the compiled
+    code: it errs half as much as one that has only the AST, which learns from them as from measured ones (Hinton et al.,
+    *Distilling the knowledge in a neural network*, 2015). PredictorError: there are none."""
     train = data.labels.iloc[split.train]
-    hidden = data.labels["program"].iloc[np.concatenate([split.valid, split.test, split.adapt])]
-    programs = train[~train["program"].isin(hidden)].groupby("program").first()
+    hidden = data.labels.iloc[np.concatenate([split.valid, split.test, split.adapt])]
+    of_train = train[~train["program"].isin(hidden["program"])].groupby("program").first()[["task", "origin"]]
+    stored = {} if data.view is None else data.view.programs
+    names = sorted((stored.keys() & data.asts.keys()) - set(data.labels["program"]))
+    drawn = [(stored[name].task_hash, stored[name].origin) for name in names]
+    programs = pd.concat([of_train, pd.DataFrame(drawn, names, of_train.columns).astype(of_train.dtypes)])
     known = set(zip(data.labels["program"], data.labels["device"], strict=True))
     codes = {name: counts_key(data.devices[name]) for name in sorted(train["device"].unique())}
     pairs = [
@@ -118,12 +122,16 @@ def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tup
         for program in programs.index
         if (program, code) in data.codegen and (program, name) not in known
     ]
-    if not pairs:
-        raise PredictorError("data.unmeasured: all compiled programs were measured; see cdmpp codegen --device")
-    more = pd.DataFrame(pairs, columns=["program", "device"]).join(programs.drop(columns="device"), on="program")
-    labels = pd.concat([data.labels, more.assign(noise=np.nan, n_records=0)], ignore_index=True)
+    more = pd.DataFrame(pairs, columns=["program", "device"]).join(programs, on="program")
+    labels = pd.concat([data.labels, more.assign(n_records=0)], ignore_index=True)
     united, rows = replace(data, labels=labels), len(data) + np.arange(len(more))
-    labels.loc[rows, "latency_s"] = teacher.predict_rows(united, rows, Evidence.of_rows(united, rows, compiled=True))
+    allowed = np.isin(rows, split_data(split.spec, united).train) & ~more["task"].isin(hidden["task"])
+    rows = rows[allowed | more["program"].isin(of_train.index)]
+    united, rows = subset(united, np.concatenate([np.arange(len(data)), rows])), len(data) + np.arange(len(rows))
+    if not len(rows):
+        raise PredictorError("data.unmeasured: all compiled programs were measured; see cdmpp codegen --device")
+    taught = teacher.predict_rows(united, rows, Evidence.of_rows(united, rows, compiled=True))
+    united.labels.loc[rows, "latency_s"] = taught
     return united, replace(split, train=np.concatenate([split.train, rows]))
 
 

@@ -148,15 +148,20 @@ class Outcome:
     built: Any = field(default=None, repr=False)
 
 
+def add_program(dataset: Dataset, job: BuildJob) -> None:
+    """Put a job's program into a dataset, with its task and space."""
+    dataset.add_task(job.task)
+    if job.space is not None:
+        dataset.add_space(job.space)
+    dataset.add_program(job.program)
+
+
 def add_outcome(dataset: Dataset, device: str, outcome: Outcome, meta: Mapping[str, Any]) -> None:
     """Put what became of a program into a dataset, with its task and space; `meta` is of the record besides the outcome's."""
     from cdmpp.dataset import Record  # and with it pandas, which processes that build or measure do not need
 
     job = outcome.job
-    dataset.add_task(job.task)
-    if job.space is not None:
-        dataset.add_space(job.space)
-    dataset.add_program(job.program)
+    add_program(dataset, job)
     values = {name: getattr(outcome, name) for name in ("status", "latency_s", "samples_s", "noise", "error")}
     record = Record(job.program.hash, device, **values, measured_at=time.time(), meta={**meta, **outcome.meta})
     dataset.add_record(record)

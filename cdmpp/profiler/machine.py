@@ -258,11 +258,10 @@ def requests(connection: Connection) -> Iterator[Any]:
 class Sentinel:
     """Tells whether somebody else is using the core that the calling thread runs on (of several cores: only this one).
 
-    On a rented machine the other hardware thread of a core may belong to a stranger: while it is busy every program
-    here runs up to twice as long, in phases of ten milliseconds to minutes, and steal time stays zero. A loop of fixed
-    work, timed right before and after a sample, sees it: it took 12.8 us alone and 22 to 28 us beside a neighbour.
-    ``settle_s`` is spent on finding how fast the undisturbed loop is; later faster passes correct it.
-    """
+    On a rented machine the other hardware thread of a core may belong to a stranger: while it is busy every program here runs
+    up to twice as long, in phases of ten milliseconds to minutes, and steal time stays zero. A loop of fixed work, timed right
+    before and after a sample, sees it: it took 12.8 us alone and 22 to 28 us beside a neighbour. ``settle_s`` is spent on
+    finding how fast the undisturbed loop is; later faster passes correct it."""
 
     def __init__(self, settle_s: float = 0.3) -> None:
         self.clean_s = float("inf")

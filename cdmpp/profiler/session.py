@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import shutil
 import time
 import uuid
 from collections import Counter
@@ -13,21 +14,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset import Dataset
+from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen, save_codegen
 from cdmpp.device import Device, get_device
 from cdmpp.device.table import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock
-from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job, threads_of
-from cdmpp.profiler.engine import Engine, Executor, Outcome, add_outcome
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, ObjectBuilder, sentinel_job, threads_of
+from cdmpp.profiler.engine import BuildOnly, Engine, Executor, Outcome, add_outcome, add_program
 from cdmpp.profiler.machine import core_groups, installed, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
+from cdmpp.program.codegen import is_counted
+from cdmpp.program.codegen.core import counts_key
 
 if TYPE_CHECKING:
     from cdmpp.profiler.calibration import Calibration
     from cdmpp.program.network import Network
 
 logger = logging.getLogger(__name__)
+
+#: Compiled programs between two writes of their counts.
+_KEEP_EVERY = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +146,15 @@ class Session:
         return time.perf_counter() - self._started
 
     def take(
-        self, outcomes: Iterable[Outcome], meta: Mapping[str, Any], done: Callable[[Outcome], None] | None = None
+        self,
+        outcomes: Iterable[Outcome],
+        meta: Mapping[str, Any],
+        done: Callable[[Outcome], None] | None = None,
+        keep: Callable[[Dataset, str, Outcome, Mapping[str, Any]], None] = add_outcome,
     ) -> None:
         """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records, `done` gets each."""
         for outcome in outcomes:
-            add_outcome(self._dataset, self._device, outcome, {"session": self.name, **meta})
+            keep(self._dataset, self._device, outcome, {"session": self.name, **meta})
             if done is not None:
                 done(outcome)
             self.new += 1
@@ -190,12 +201,10 @@ def profile(
     one-line news.
 
     ProfilerError if the device is not here, or nothing can be measured. DatasetError if `out` holds a dataset and `resume` was
-    not asked for, or the disk is full; what was measured is kept.
-    """
+    not asked for, or the disk is full; what was measured is kept."""
     config, notify = config or ProfileConfig(), notify or logger.info
     path, calibration = Path(out), None
-    if (path / "meta.json").exists() and not (resume or remeasure):
-        raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
+    _refuse_to_replace(path, resume or remeasure)
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
     executor: Executor | None = None
@@ -261,6 +270,58 @@ def profile(
                 meta["rpc"] = config.key
             session.take(engine.run(plan.jobs()), meta, plan.done)
         return ProfileReport(**session.report(), workers=executor.degree, calibration=calibration)
+
+
+def _refuse_to_replace(path: Path, resume: bool) -> None:
+    """DatasetError if the folder holds a dataset and ``resume`` was not asked for."""
+    if not resume and (path / "meta.json").exists():
+        raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
+
+
+def compile_programs(
+    networks: Sequence[Network | str],
+    *,
+    device: str | Device,
+    out: str | Path,
+    config: ProfileConfig,
+    resume: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    notify: Callable[[str], None] = logger.info,
+) -> Report:
+    """Draw random programs of networks' tasks, compile them for an x86 CPU, which need not be here, and count their
+    instructions: a dataset without records, for ``data.unmeasured``. Arguments and errors as of :func:`profile`."""
+    path, cpu = Path(out), get_device(device)
+    if not is_counted(cpu):
+        raise ProfilerError(f"{cpu.name}: only programs compiled for x86 CPUs are counted")
+    _refuse_to_replace(path, resume)
+    tasks, families = network_tasks(networks, notify, resumed=path)
+    plan = TaskPlan(tasks, config.programs_per_task, search_fraction=0.0, num_cores=int(cpu.share), seed=config.seed)
+    file, folder = path / CODEGEN_FILE, config.work_folder()
+    counts = load_codegen(file) if file.exists() else {}
+
+    def keep(dataset: Dataset, _: str, outcome: Outcome, meta: Mapping[str, Any]) -> None:
+        add_program(dataset, outcome.job)
+        if outcome.status == "ok":
+            counts[outcome.job.program.hash, counts_key(cpu)] = outcome.built.counts
+            Path(outcome.built.path).unlink()
+            if len(counts) % _KEEP_EVERY == 0:
+                save_codegen(file, counts)
+
+    builder = BuildOnly(config, (ObjectBuilder, (cpu.target, folder, config, cpu), 10))
+    with Dataset.open_or_create(path) as dataset, Engine(builder) as engine:
+        for program in dataset.programs.values():
+            plan.learn(program, None)
+        watch: dict[str, Any] = {"max_seconds": config.max_seconds, "progress": progress, "notify": notify}
+        settings, packages = {"target": dict(cpu.target)}, ("apache-tvm", "apache-tvm-ffi")
+        session = Session(
+            dataset, cpu.name, settings, families, packages, known=plan.known, total=lambda: plan.total, **watch
+        )
+        try:
+            session.take(engine.run(plan.jobs()), {}, plan.done, keep)
+        finally:
+            save_codegen(file, counts)
+            shutil.rmtree(folder, ignore_errors=True)
+        return Report(**session.report())
 
 
 def _plan(

@@ -392,8 +392,7 @@ class CostModel(PyCostModel):
 
     It starts from a predictor, its folder, or ``"default"``; with None from an analytical estimate. `device` is with its share:
     ``this-cpu@1``. PredictorError where the predictor never saw a device of this kind, UnknownDeviceError where there is no
-    such device.
-    """
+    such device."""
 
     def __init__(self, predictor: Predictor | str | Path | None, device: str | Device) -> None:
         super().__init__()

@@ -45,8 +45,7 @@ def tune(
     round, `notify` with one-line news.
 
     TunerError where nothing can be tuned, or `out` holds another tuning; TunerError or ProfilerError where the device is not on
-    this machine; NetworkError, UnknownDeviceError, PredictorError and DatasetError as their names say.
-    """
+    this machine; NetworkError, UnknownDeviceError, PredictorError and DatasetError as their names say."""
     from cdmpp.program.network import load_network
 
     tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from cdmpp.cli import main
 from cdmpp.dataset.codegen import collect_codegen, load_codegen, save_codegen
 from cdmpp.dataset.record import Record, write_parquet
-from cdmpp.dataset.store import write_dataset
+from cdmpp.dataset.store import load_datasets, write_dataset
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION, ObjectCache
@@ -63,3 +65,12 @@ def test_what_was_compiled_before_is_counted_where_it_lies(tmp_path: Path) -> No
     cache.keep(first[0], tmp_path / "p.so")
     found = collect_codegen(tmp_path / "kept", object_cache=tmp_path / "objects")
     assert found[first].tolist() == found[second].tolist() == compiled[second].tolist()
+
+
+def test_programs_are_compiled_for_a_cpu_elsewhere_and_not_measured(tmp_path: Path) -> None:
+    command = "profile mlp --compile-only --device xeon-cascadelake-2.5ghz@1 --builders 1 --resume --programs-per-task"
+    for count in ("1", "2"):  # and gone on with
+        main([*command.split(), count, "--out", str(tmp_path / "a")])
+    view, counts = load_datasets(tmp_path / "a"), load_codegen(tmp_path / "a" / "codegen.parquet")
+    assert view.records.empty and {*Counter(p.task_hash for p in view.programs.values()).values()} == {2}
+    assert counts.keys() == {(name, counts_key(get_device("xeon-cascadelake-2.5ghz@1"))) for name in view.programs}

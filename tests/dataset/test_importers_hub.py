@@ -20,13 +20,10 @@ from tests.samples.command import Command
 
 CONVOLUTION, GEMM, DEDISPERSION = read_yaml(Path(__file__).with_name("rows.yaml"))["hub"].values()
 ROWS: list[dict[str, Any]] = [
-    CONVOLUTION,
-    {**CONVOLUTION, "gpu": "W6600", "latency_ms": 5.0},
+    CONVOLUTION, {**CONVOLUTION, "gpu": "W6600", "latency_ms": 5.0},
     {**CONVOLUTION, "p_read_only": 0, "latency_ms": 2.0},
     {**CONVOLUTION, "p_use_shmem": 0, "p_use_padding": 0, "status": "CompilationFailedConfig", "latency_ms": None},
-    GEMM,
-    {**GEMM, "p_SB": 1, "status": "RuntimeFailedConfig", "latency_ms": None},
-    DEDISPERSION,
+    GEMM, {**GEMM, "p_SB": 1, "status": "RuntimeFailedConfig", "latency_ms": None}, DEDISPERSION,
 ]  # fmt: skip
 
 

@@ -70,17 +70,13 @@ def test_the_weights_that_ship_score_on_held_out_networks_as_they_did(tmp_path: 
 @pytest.mark.parametrize(
     ("before", "now", "wrong"),
     [
-        ({"a": 1, "b": [1, 2.5]}, {"a": 2, "b": [3], "c": 0}, []),
-        ({"a": None}, {"a": 1}, []),
-        ({"a": {"b": 1}}, {"a": {}}, [".a.b is gone"]),
-        ({"a": 1}, {"a": "1"}, [".a is string, was number"]),
-        ({"a": 1}, {"a": None}, [".a is null, was number"]),
-        ([{"a": 1}, {"a": None}], [{"a": 1}], []),
-        ([{"a": 1}], [], [" is empty"]),
-        ({"a": [1]}, {"a": {"b": 1}}, ['.a is {"b": "number"}, was ["number"]']),
+        ({"a": 1, "b": [1, 2.5]}, {"a": 2, "b": [3], "c": 0}, []), ({"a": None}, {"a": 1}, []),
+        ({"a": {"b": 1}}, {"a": {}}, [".a.b is gone"]), ({"a": 1}, {"a": "1"}, [".a is string, was number"]),
+        ({"a": 1}, {"a": None}, [".a is null, was number"]), ([{"a": 1}, {"a": None}], [{"a": 1}], []),
+        ([{"a": 1}], [], [" is empty"]), ({"a": [1]}, {"a": {"b": 1}}, ['.a is {"b": "number"}, was ["number"]']),
         ({str(i): {"n": i} for i in range(9)}, {"x": {"n": 1}, "y": {"m": 1}}, [".y.n is gone"]),
     ],
-)
+)  # fmt: skip
 def test_what_counts_as_another_shape(before: Any, now: Any, wrong: list[str]) -> None:
     assert commands.misfits(commands.shape(before), commands.shape(now)) == wrong
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -118,6 +119,23 @@ def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_me
     assert np.array_equal(*(member.predict_rows(known, np.arange(20)) for member in members)), "of the same inputs"
     with pytest.raises(PredictorError, match="all compiled programs were measured; see cdmpp codegen --device"):
         with_unmeasured(counted, split_data(spec, counted), trained.predictor)
+
+
+@pytest.mark.parametrize("spec", ["by_network:heldout=net0;valid=net1;seed=0", "by_task:seed=0"])
+def test_programs_measured_nowhere_teach_where_the_split_trains(counted, trained, spec):
+    drawn = counted.labels["program"].str.endswith(("3", "4"))
+    stored = counted.labels[drawn].set_index("program")["task"].items()
+    programs = {name: SimpleNamespace(task_hash=task, origin="random") for name, task in stored}
+    labels = counted.labels[~drawn].reset_index(drop=True)
+    rest = replace(counted, labels=labels, view=SimpleNamespace(programs=programs))
+    split = split_data(split_data(spec, counted).spec, rest)
+    both, taught = with_unmeasured(rest, split, trained.predictor)
+    told = both.labels.iloc[taught.train[len(split.train) :]]
+    wanted = drawn & counted.labels["task"].isin(labels["task"].iloc[split.train])
+    wanted &= counted.counted(np.arange(len(counted)))
+    tables = told[told["program"].isin(programs)], counted.labels[wanted]
+    found, expected = (table.groupby(["program", "device"]).size() for table in tables)
+    assert len(found) and found.equals(expected)
 
 
 def test_intervals_are_of_the_kind_of_prediction(trained):

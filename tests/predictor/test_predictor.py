@@ -75,16 +75,12 @@ CORRECTION = {"constant": 0.0, "mean": [0.0, 0.0], "weights": [0.0], "low": 0.0,
         (lambda s: s["familiarity"].pop("threshold"), PredictorError, "malformed: 'threshold'"),
         (lambda s: s["scaling"].pop("own"), PredictorError, "malformed: 'own'"),
         (lambda s: s["corrections"].update(fast={"ast": CORRECTION}), PredictorError, "as many weights as means"),
-        (
-            lambda s: s["corrections"].update(fast={"ast": {**CORRECTION, "mean": [0.0]}}),
-            PredictorError,
-            "finetune again",
-        ),
+        (lambda s: s["corrections"].update(fast={"ast": {**CORRECTION, "mean": [0.0]}}), PredictorError, "finetune again"),
         (lambda s: s["model"].update(depth=3), PredictorError, "depth"),
         (lambda s: s["model"].update(dim=32), PredictorError, "do not fit"),
         (lambda s: s.pop("encoder"), PredictorError, "encoder"),
     ],
-)
+)  # fmt: skip
 def test_a_predictor_that_does_not_fit_is_refused(predictor, tmp_path, edit, error, message):
     predictor.save(tmp_path)
     change_state(tmp_path, edit)

@@ -71,16 +71,14 @@ VERSION_1 = '"format": "cdmpp.network_graph", "version": 1'
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot read"),
-        ("{", "cannot read"),
-        ("[]", "is no network graph"),
+        (None, "cannot read"), ("{", "cannot read"), ("[]", "is no network graph"),
         ('{"format": "else"}', "is no network graph"),
         ('{"format": "cdmpp.network_graph", "version": 9}', "has version 9; this cdmpp reads version 1"),
         (f"{{{VERSION_1}}}", "is damaged: KeyError"),
         (f'{{{VERSION_1}, "name": "n", "nodes": [{{}}]}}', "is damaged: TypeError"),
         (f'{{{VERSION_1}, "name": "n", "nodes": [3]}}', "is damaged"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_file_is_named(tmp_path: Path, content: str | None, message: str) -> None:
     file = tmp_path / "bad.json"
     if content is not None:

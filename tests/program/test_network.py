@@ -56,17 +56,12 @@ def hashes(*networks: Network | str) -> set[str]:
 @pytest.mark.parametrize(
     ("spec", "name", "shape"),
     [
-        ("mlp", "mlp", (1, 784)),
-        ("mlp@b4", "mlp@b4", (4, 784)),
-        ("mlp@b1", "mlp", (1, 784)),
-        ("resnet18@s160", "resnet18@s160", (1, 3, 160, 160)),
-        ("resnet18@s224", "resnet18", (1, 3, 224, 224)),
-        ("resnet18@s224b2", "resnet18@b2", (2, 3, 224, 224)),
-        ("bert_tiny@s64b2", "bert_tiny@s64b2", (2, 64)),
-        ("wavenet@s3000", "wavenet@s3000", (1, 1, 3000)),
-        ("resnet3d@s80", "resnet3d@s80", (1, 3, 8, 80, 80)),
+        ("mlp", "mlp", (1, 784)), ("mlp@b4", "mlp@b4", (4, 784)), ("mlp@b1", "mlp", (1, 784)),
+        ("resnet18@s160", "resnet18@s160", (1, 3, 160, 160)), ("resnet18@s224", "resnet18", (1, 3, 224, 224)),
+        ("resnet18@s224b2", "resnet18@b2", (2, 3, 224, 224)), ("bert_tiny@s64b2", "bert_tiny@s64b2", (2, 64)),
+        ("wavenet@s3000", "wavenet@s3000", (1, 1, 3000)), ("resnet3d@s80", "resnet3d@s80", (1, 3, 8, 80, 80)),
     ],
-)
+)  # fmt: skip
 def test_zoo_name_with_batch_and_size(spec: str, name: str, shape: tuple[int, ...]) -> None:
     network = load_network(spec)
     assert (network.name, network.inputs[0].shape, network.source) == (name, shape, "zoo")
@@ -81,16 +76,12 @@ def test_a_network_of_another_batch_or_size_has_other_tasks() -> None:
     ("spec", "shapes", "message"),
     [
         *((f"mlp@{variant}", None, "batch") for variant in ("4", "b", "bx", "b0", "")),
-        ("resnet18@s0", None, "the size must be at least 1"),
-        ("mlp@s9", None, "one size only"),
-        ("model.onnx@s64", None, "networks of the zoo"),
-        ("resnet18@b2s160", None, "resnet18@s160b4"),
-        ("resnet_18", None, "did you mean resnet18"),
-        ("nothing.onnx", None, "no such file"),
-        ("nothing.pt2", None, "no such file"),
-        ("mlp", {"x": (2, 784)}, "fixed shapes"),  # shapes are for files only
+        ("resnet18@s0", None, "the size must be at least 1"), ("mlp@s9", None, "one size only"),
+        ("model.onnx@s64", None, "networks of the zoo"), ("resnet18@b2s160", None, "resnet18@s160b4"),
+        ("resnet_18", None, "did you mean resnet18"), ("nothing.onnx", None, "no such file"),
+        ("nothing.pt2", None, "no such file"), ("mlp", {"x": (2, 784)}, "fixed shapes"),  # shapes are for files only
     ],
-)
+)  # fmt: skip
 def test_what_is_no_network(spec: str, shapes: Any, message: str) -> None:
     with pytest.raises(NetworkError, match=message):
         load_network(spec, shapes=shapes)

@@ -38,8 +38,7 @@ class FakeGpu:
     """Runs programs by a script: program -> what it does.
 
     Keys of a program's script: ``run_s``; ``crowd`` (relative slow-down for each neighbour); ``fault`` and ``hang``
-    (``"first"`` run or ``"sample"``); ``fault_load``; ``wrong`` (its output is not the task's).
-    """
+    (``"first"`` run or ``"sample"``); ``fault_load``; ``wrong`` (its output is not the task's)."""
 
     def __init__(
         self,

@@ -32,8 +32,7 @@ def tuned(
 ) -> TuneReport:
     """Tune products of matrices (one of 32 x 32 if no size is given) with a made-up engine.
 
-    `options` are those of :func:`tune_config`, `more` those of :func:`~cdmpp.tuner.tuning.tune_tasks`.
-    """
+    `options` are those of :func:`tune_config`, `more` those of :func:`~cdmpp.tuner.tuning.tune_tasks`."""
     tasks = [(matmul_task(n), 1.0) for n in sizes or (32,)]
     config = tune_config(trials, **(options or {}))
     with Measurer(engine) as measurer:

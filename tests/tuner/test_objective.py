@@ -40,11 +40,9 @@ def test_forecast_looks_at_the_later_part_and_needs_some_points() -> None:
 @pytest.mark.parametrize(
     ("limits", "costs", "reason"),
     [
-        ({}, Costs(trials=9), None),
-        ({}, Costs(trials=10), "10 trials"),
+        ({}, Costs(trials=9), None), ({}, Costs(trials=10), "10 trials"),
         ({"max_measurements": 5}, Costs(trials=7, measurements=5), "5 measurements"),
-        ({"budget_s": 60.0}, Costs(wall_s=59), None),
-        ({"budget_s": 60.0}, Costs(wall_s=61), "budget of 60 s"),
+        ({"budget_s": 60.0}, Costs(wall_s=59), None), ({"budget_s": 60.0}, Costs(wall_s=61), "budget of 60 s"),
         ({"cpu_budget_s": 60.0}, Costs(wall_s=61, build_s=40, device_s=15), None),
         ({"cpu_budget_s": 60.0}, Costs(search_cpu_s=10, build_s=40, device_s=15), "budget of 60 CPU seconds"),
         ({"energy_budget_j": 500.0}, Costs(energy_j=499.0), None),
@@ -52,7 +50,7 @@ def test_forecast_looks_at_the_later_part_and_needs_some_points() -> None:
         ({"energy_budget_j": 500.0}, Costs(), None),
         ({"energy_budget_j": 500.0}, Costs(wall_s=3), "energy is not counted"),
     ],
-)
+)  # fmt: skip
 def test_limits(limits: dict[str, Any], costs: Costs, reason: str | None) -> None:
     reached = Objective(10, **limits).reached(costs, Curve())
     assert reached is None if reason is None else reason in str(reached)

@@ -78,18 +78,15 @@ def test_a_network_that_does_not_compile(network: Network) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"batch": 0}, "candidates of a round: one at least, got 0"),
-        ({"workers": 0}, "workers: one at least"),
+        ({"batch": 0}, "candidates of a round: one at least, got 0"), ({"workers": 0}, "workers: one at least"),
         ({"workers": "many"}, "workers are a number or 'auto', got 'many'"),
         ({"search": "blind"}, "no search 'blind'; there are cdmpp, metaschedule"),
-        ({"builders": 0}, "builders: one at least"),
-        ({"build_timeout_s": 0.0}, "build timeout must be above 0 s"),
+        ({"builders": 0}, "builders: one at least"), ({"build_timeout_s": 0.0}, "build timeout must be above 0 s"),
         ({"run_timeout_s": float("nan")}, "run timeout must be above 0 s"),
         ({"population": 1}, "a population of 2 and a generation at least, got 1 and 1"),
-        ({"trim": 2.0}, "between 0 and 1, got 2"),
-        ({"cost_model": "mlp"}, "no cost model 'mlp'"),
+        ({"trim": 2.0}, "between 0 and 1, got 2"), ({"cost_model": "mlp"}, "no cost model 'mlp'"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_are_refused(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(TunerError, match=message):
         tune_config(1, **bad)

@@ -57,8 +57,7 @@ def import_benchmark_hub(
 
     ``limit`` takes so many rows of each file, spread evenly; ``table`` are the devices that are known, None for
     :func:`cdmpp.device.load_table`. DatasetError: a file cannot be read, lacks a column, or has a latency that physics rules
-    out (the row is named), or the folder is a dataset already. UnknownDeviceError: a device is not in the table.
-    """
+    out (the row is named), or the folder is a dataset already. UnknownDeviceError: a device is not in the table."""
     found = common.Import(paths, out, table, progress)
     groups: list[_Group] = []
     for path, frame in found.frames:

@@ -40,8 +40,7 @@ class ImportReport:
     """What an import made: ``path`` is the dataset, ``records`` counts them by status, ``devices`` are canonical names.
 
     ``unknown_operators`` counts the rows or nodes of each that are not in the dataset (nodes are in their graph), ``graphs``
-    are names of networks, ``notes`` what else a reader should know.
-    """
+    are names of networks, ``notes`` what else a reader should know."""
 
     path: Path
     records: Mapping[str, int]
@@ -145,8 +144,7 @@ def refuse_implausible(
 
     FLOPs are those that the fastest algorithm needs. ``slow`` says which are refused also for being far too slow for a
     library's operator; the worst of many schedules may be. DatasetError: a latency is missing, not above 0, a quarter of what
-    physics needs or less, or so long that its unit must be wrong; it names the worst row, and how many there are.
-    """
+    physics needs or less, or so long that its unit must be wrong; it names the worst row, and how many there are."""
     bad = ~(np.isfinite(latency_s) & (latency_s > 0))
     if bad.any():
         first = int(np.argmax(bad))

@@ -295,8 +295,7 @@ def forward_calls(
 def phase_calls(operator: str, ops: Sequence[Any]) -> list[Call]:
     """What a backward or accumulation phase runs (UnknownOperatorError as :func:`forward_calls`).
 
-    NeuSight lets the gradient of a sum and of a tuple's element move memory; PyTorch hands it on as it is.
-    """
+    NeuSight lets the gradient of a sum and of a tuple's element move memory; PyTorch hands it on as it is."""
     if operator in ("VECadd", "VECaddu", "getitem") and all(op[0] == "MEM" for op in ops):
         return []
     return [_call(op, (), ()) for op in ops]
@@ -307,8 +306,7 @@ def unlisted_backward_calls(name: str, inputs: Sequence[Shape], output: Shape) -
 
     The maximum of two tensors has, in PyTorch, the gradient ``where(a == b, grad / 2, grad).masked_fill(a < b, 0)``: two
     comparisons, which write next to nothing, a division, a selection and a fill. NeuSight counts it as nothing; it is an eighth
-    of OPT's training. A lookup's gradient is a table of zeros (where the trace has its size) to which rows are added.
-    """
+    of OPT's training. A lookup's gradient is a table of zeros (where the trace has its size) to which rows are added."""
     base = base_name(name)
     elements = math.prod(output)
     if elements == 1:

@@ -35,8 +35,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
     """One of :data:`MODEL_NAMES` or :data:`COMPILED_NAMES`; models without chance ignore the seed.
 
     ``options`` are arguments of the model's constructor. Configurations (``config`` of ours; ``train``, ``loss`` and ``sizes``
-    of the networks) may be mappings, as of YAML. PredictorError: no such model, an unknown key, or a value out of range.
-    """
+    of the networks) may be mappings, as of YAML. PredictorError: no such model, an unknown key, or a value out of range."""
     if name == "ours":
         config = options.pop("config", None)
         config = config_from_dict(config) if config is None or isinstance(config, Mapping) else config

@@ -33,8 +33,7 @@ class NetworkModel(TrainedModel):
 
     It sees what our network sees but for what we compute of program and device together, encoded in the same way; only
     ``mse_weight`` and ``mape_weight`` of ``loss`` count. Training stops after ``max_seconds``; the learning rate then falls
-    with the time spent. ``history_`` has one line an epoch, as :class:`cdmpp.predictor.trainer.Trainer` reports it.
-    """
+    with the time spent. ``history_`` has one line an epoch, as :class:`cdmpp.predictor.trainer.Trainer` reports it."""
 
     #: Label transform, see :class:`cdmpp.predictor.config.LabelConfig`.
     label: Literal["box-cox", "log"] = "box-cox"
@@ -179,8 +178,7 @@ class CdmppReleased(NetworkModel):
     takes programs of every number of leaves (there each has its own): the encoder runs over those of one number at a time, so
     that no leaf attends to padding, and flattened leaves are padded to the longest program of training; longer ones are cut,
     with a warning. The learning rate has our warm-up and decay, to the peak of the released cycle, and training stops early.
-    The two embeddings are concatenated, as in the paper's figure; the released code adds them.
-    """
+    The two embeddings are concatenated, as in the paper's figure; the released code adds them."""
 
     name = "released"
     label = "box-cox"

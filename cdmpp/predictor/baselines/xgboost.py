@@ -58,8 +58,7 @@ def extract_per_store(funcs: Sequence[Any]) -> list[NDArray[np.float64]]:
 def aggregate_per_store(matrix: NDArray[np.float64]) -> NDArray[np.float32]:
     """(stores, 164) -> float32 (329,): sum and maximum over the stores, and their number.
 
-    TVM finds no store in some programs that only move data; theirs are zeros.
-    """
+    TVM finds no store in some programs that only move data; theirs are zeros."""
     if matrix.ndim != 2 or matrix.shape[1] != PER_STORE_DIM:
         raise FeatureMismatchError(f"expected per-store features of shape (n, {PER_STORE_DIM}), got {matrix.shape}")
     if not len(matrix):
@@ -120,10 +119,9 @@ class XGBoostModel(LatencyModel):
     and the factor that is best for the MAPE is fitted on validation.
 
     ``features``: ``"perstore"`` are sum, maximum and number of PerStoreFeature rows (TVM's features); ``"ast"`` those of the
-    compact AST's leaves, after a signed logarithm, to compare features with one model; ``"ast-codegen"`` these and what ours
-    is given of the compiled program, which needs a compilation. ``params`` are XGBoost's on top of the defaults, ``rounds``
-    most boosting rounds, and ``patience`` rounds without a better validation error before it stops.
-    """
+    compact AST's leaves, after a signed logarithm, to compare features with one model; ``"ast-codegen"`` these and what ours is
+    given of the compiled program, which needs a compilation. ``params`` are XGBoost's on top of the defaults, ``rounds`` most
+    boosting rounds, and ``patience`` rounds without a better validation error before it stops."""
 
     def __init__(
         self,

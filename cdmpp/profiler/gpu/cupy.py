@@ -339,8 +339,7 @@ def make_partitions(share: float, lanes: int, capability: int) -> tuple[list[int
 
     They are CUDA green contexts (driver API, CUDA 12.4 and later): properties of this process's streams, nothing is set on the
     card. Their units are the architecture's (8 multiprocessors on Hopper): a share is rounded down. ProfilerError if
-    cuda-bindings is missing, or the driver refuses.
-    """
+    cuda-bindings is missing, or the driver refuses."""
     try:
         from cuda.bindings import driver
     except ImportError as err:

@@ -189,8 +189,7 @@ def make_bundle(
     ``tasks_of`` is a dataset that has the tasks of these networks. With ``mutants_of``, a dataset measured on this device,
     mutants of each task's fastest programs are drawn in place of random points (the region that a tuner visits). ``progress``
     counts programs that can run. ProfilerError if the device is no CUDA device, there is no compiler for it, or no task.
-    BundleError if the file exists, or is half made and `resume` was not asked for.
-    """
+    BundleError if the file exists, or is half made and `resume` was not asked for."""
     config, notify = config or BundleConfig(), notify or logger.info
     device = get_device(device)
     arch = cuda_arch(device)

@@ -83,8 +83,7 @@ def measure(
     ``notify`` are called with the state after each outcome, and with one-line news.
 
     ProfilerError if the GPU is missing, another one, lost, or cannot be partitioned. DatasetError if `out` holds records of
-    this device and `resume` was not asked for, or of another, or the disk is full. What was measured is kept.
-    """
+    this device and `resume` was not asked for, or of another, or the disk is full. What was measured is kept."""
     config, notify = config or MeasureConfig(), notify or logger.info
     content = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     target_device, path = device_of(content, device), Path(out)

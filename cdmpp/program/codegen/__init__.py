@@ -76,8 +76,7 @@ def is_counted(device: Device) -> bool:
 def code_key(target: Mapping[str, Any]) -> str:
     """Identifies the code that a target dictionary makes.
 
-    The number of cores is not part of it: it steers the design space, not the code that is generated.
-    """
+    The number of cores is not part of it: it steers the design space, not the code that is generated."""
     key = json.dumps({k: v for k, v in target.items() if k != "num-cores"}, sort_keys=True)
     return hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
 

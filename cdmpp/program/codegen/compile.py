@@ -15,8 +15,7 @@ def compile_to_shared_object(func: Any, target: dict[str, Any], path: Path) -> N
     """Compile `func` for `target` (llvm) into the shared object `path`; its entry is ``main``. For a machine of another kind
     than this one `path` is an object that it has to link.
 
-    Linked by ``ld`` itself (5 ms; the compiler driver that TVM would start takes 30).
-    """
+    Linked by ``ld`` itself (5 ms; the compiler driver that TVM would start takes 30)."""
     tvm = import_tvm()
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     executable = tvm.compile(mod, target=tvm.target.Target(target))

@@ -177,8 +177,7 @@ class Core:
         """Cycles that uses of units take at least: the most loaded set of units, each of which is alike.
 
         The maximum over sets of units of the work that only they can do, over their number, is what a perfect schedule takes
-        (Abel and Reineke, uops.info, ASPLOS'19; Ritter and Hack, PMEvo, PLDI'20, section 3).
-        """
+        (Abel and Reineke, uops.info, ASPLOS'19; Ritter and Hack, PMEvo, PLDI'20, section 3)."""
         sets: set[frozenset[str]] = set()
         for units in uses:
             own = frozenset(units)
@@ -253,8 +252,7 @@ def with_overlap(counts: NDArray[np.floating], core: Core) -> NDArray[np.float64
     """Counts (n, len(CODEGEN_FEATURES)) in whose longest loops one entry overlaps with the next.
 
     While a chain of dependent instructions ends, the core already looks at the next entry of its loop, as far as its window
-    reaches: of a chain over n instructions n / (n + w) is left, w being the window's part that waits for operands.
-    """
+    reaches: of a chain over n instructions n / (n + w) is left, w being the window's part that waits for operands."""
     found = np.array(counts, dtype=np.float64)
     loops = found[:, -LOOPS * len(LOOP_FEATURES) :].reshape(len(found), LOOPS, len(LOOP_FEATURES))
     of = {name: loops[:, :, number] for number, name in enumerate(LOOP_FEATURES)}

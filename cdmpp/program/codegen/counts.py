@@ -47,8 +47,7 @@ def codegen_features(path: str | Path, core: Core) -> NDArray[np.float32]:
     """Counts of an object file or shared object, and what it takes on a core, float32 (len(CODEGEN_FEATURES),).
 
     ProgramError: it is no object file for x86-64, has no symbols or no function of a program. CdmppError: as
-    :func:`require_decoder`.
-    """
+    :func:`require_decoder`."""
     require_decoder()
     from cdmpp.program.codegen.disassemble import read_functions
 
@@ -81,9 +80,8 @@ def instruction_counts(
 
     A program that does not compile gets a row of NaN, and a warning says so.
 
-    ProgramError: the device is no x86 CPU with a target; a program is none that can be compiled. CdmppError: TVM or
-    what decodes instructions is not installed.
-    """
+    ProgramError: the device is no x86 CPU with a target; a program is none that can be compiled. CdmppError: TVM or what
+    decodes instructions is not installed."""
     if not is_counted(device):
         raise ProgramError(
             f"{device.name}: only programs compiled for x86 CPUs are counted; predict without compiled=True"

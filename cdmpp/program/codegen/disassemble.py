@@ -54,8 +54,7 @@ def read_functions(path: str | Path) -> list[list[Instruction]]:
 
     What follows a symbol is one function: functions without a symbol belong to the one before.
 
-    ProgramError: no ELF file, code of another instruction set, no symbols, or no function of a program.
-    """
+    ProgramError: no ELF file, code of another instruction set, no symbols, or no function of a program."""
     try:
         with Path(path).open("rb") as file:
             elf = ELFFile(file)

@@ -36,8 +36,7 @@ _Code = tuple[Sequence[Instruction], float]
 def function_cycles(trips: TripCounts, times: FloatArray, core: Core) -> tuple[FloatArray, list[FloatArray]]:
     """What a function takes whose instructions run ``times`` (n,).
 
-    Returns float64 (len(CYCLE_FEATURES),), and of each innermost loop that runs float64 (len(LOOP_FEATURES),).
-    """
+    Returns float64 (len(CYCLE_FEATURES),), and of each innermost loop that runs float64 (len(LOOP_FEATURES),)."""
     graph, strides = trips.graph, Strides(trips)
     outer = {loop.parent for loop in graph.loops}
     code = {

@@ -202,9 +202,8 @@ def times_run(trips: TripCounts) -> NDArray[np.float64]:
     """How often each of a function's instructions runs when it is called, (n,).
 
     Of two ways inside a loop each is taken half the time, unless a counter's comparison with a constant decides, or one skips a
-    loop: then that loop runs.
-    Outside of loops every way is taken, but for those that are known not to be and those that nothing leads to.
-    """
+    loop: then that loop runs. Outside of loops every way is taken, but for those that are known not to be and those that
+    nothing leads to."""
     graph, taken = trips.graph, trips.values.taken
     runs: dict[int, float] = {}
     entries: dict[int, float] = {graph.order[0]: 1.0}

@@ -104,7 +104,6 @@ def zoo_entry(name: str) -> ZooEntry:
 def task_counts() -> dict[str, int]:
     """Number of tasks of each network at batch 1, counted when the zoo was last changed: counting takes minutes.
 
-    Written by ``python -m cdmpp.program.network``.
-    """
+    Written by ``python -m cdmpp.program.network``."""
     counts: dict[str, int] = json.loads(TASK_COUNTS.read_text(encoding="utf-8"))
     return counts

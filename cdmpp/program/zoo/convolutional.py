@@ -65,8 +65,7 @@ def _plain(channels: int, *layers: tuple[Any, ...]) -> list[nn.Module]:
 def _stages(channels: int, stages: Iterable[Sequence[Any]], block: Callable[..., nn.Module]) -> list[nn.Module]:
     """Blocks by stages of (channels out, depth, stride of the first block, further arguments of ``block``).
 
-    ``block`` takes channels in, channels out, the stride and these arguments.
-    """
+    ``block`` takes channels in, channels out, the stride and these arguments."""
     layers = []
     for width, depth, stride, *more in stages:
         for index in range(depth):

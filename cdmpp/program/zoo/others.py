@@ -30,8 +30,7 @@ def huggingface(
 ) -> nn.Module:
     """A model class of transformers with the settings of its config.
 
-    With ``attn_implementation="eager"`` attention appears as matmul, softmax and matmul.
-    """
+    With ``attn_implementation="eager"`` attention appears as matmul, softmax and matmul."""
     import transformers
 
     model_class = getattr(transformers, model)
