@@ -67,7 +67,7 @@ def program_choices(predictor: Predictor, data: TrainingData) -> list[Row]:
     )
     calibration = predictor.calibration
     assert calibration is not None
-    sigma = {name: calibration.half_width(name, 0.9) * 2 / _SIGMA for name in one_of_kind}
+    sigma = {name: np.ptp(calibration.ends(name, 0.9)) / _SIGMA for name in one_of_kind}
     peak = {name: 1 / data.devices[name].peak_gflops["float32"] for name in one_of_kind}
     wide = train.pivot_table(index="program", columns="device", values="latency_s")
     usual = {

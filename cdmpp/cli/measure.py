@@ -62,8 +62,8 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
     if args.compile_only:
         with ui.Bar(errors, "compiling") as bar:
             made = compile_programs(networks, config=ui.settings(args, ProfileConfig), **_run(args, bar))
-        failures = f"failures: {ui.counts_text(made.failures)}"
-        ui.say(console, f"{made.path}: {made.ok} programs compiled for {made.device}, none measured; {failures}")
+        what = f"{made.ok} programs compiled for {made.device}, none measured"
+        ui.say(console, f"{made.path}: {what}; failures: {ui.counts_text(made.failures)}")
         return asdict(made)
     if args.ray is None and args.rpc is None and get_device(args.device).kind == "gpu":
         return _profile_gpu(networks, args, console, errors)

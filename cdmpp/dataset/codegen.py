@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 CODEGEN_FILE = "codegen.parquet"
 #: Programs between two writes of the file.
-_CHUNK = 512
+WRITE_EVERY = 512
 
 #: (program hash, :func:`~cdmpp.program.codegen.core.counts_key` of the device) -> counts, float32 (len(CODEGEN_FEATURES),).
 Counts = dict[tuple[str, str], NDArray[np.float32]]
@@ -101,8 +101,8 @@ def collect_codegen(
                 wanted[key] = program, view.task_of(program), space, device
     keys = list(wanted)
     with ProcessPoolExecutor(max(1, workers)) if pool is None else nullcontext(pool) as pool:
-        for begin in range(0, len(keys), _CHUNK):
-            chunk = keys[begin : begin + _CHUNK]
+        for begin in range(0, len(keys), WRITE_EVERY):
+            chunk = keys[begin : begin + WRITE_EVERY]
             rows = pool.map(partial(_count_one, object_cache), [wanted[key] for key in chunk], chunksize=4)
             for done, (key, row) in enumerate(zip(chunk, rows, strict=True), begin + 1):
                 if row is not None:

@@ -262,11 +262,10 @@ def _error_factors(
     if calibration is None or not calibration.supports(coverage):
         return np.ones((len(difficulty), 1))
     scores = calibration.devices.get(calibration.basis(device, coverage), calibration.pooled)
-    half = scores.quantile(coverage)
     rng = np.random.default_rng(seed)
     steps = np.searchsorted(scores.mass, rng.uniform(0, scores.mass[-1], (len(difficulty), _DRAWS)))
-    errors = scores.scores[steps] * rng.choice((-1.0, 1.0), steps.shape)
-    same = np.repeat([[0.0, -half, half]], len(difficulty), axis=0)
+    errors = calibration.middle + scores.scores[steps] * rng.choice((-1.0, 1.0), steps.shape)
+    same = np.repeat([[0.0, *calibration.ends(device, coverage)]], len(difficulty), axis=0)
     return np.exp(np.concatenate([same, errors], axis=1) * difficulty[:, None])
 
 

@@ -185,11 +185,10 @@ class Predictor:
         calibration = self.calibration_of(evidence, device)
         if calibration is None:
             raise PredictorError("this predictor was not calibrated, so it has no intervals: train it again")
-        half = calibration.half_width(self.device(device).name, coverage)
+        ends = calibration.ends(self.device(device).name, coverage)
         pairs = Pairs.of(_as_asts(items), device, evidence)
         arrays = self._encoded(pairs)
-        factor, seconds = np.exp(half * self.difficulty(pairs, arrays)), self.predict_pairs(pairs, arrays)
-        low, high = seconds / factor, seconds * factor
+        low, high = self.predict_pairs(pairs, arrays) * np.exp(ends[:, None] * self.difficulty(pairs, arrays))
         return (low, high) if many else (float(low[0]), float(high[0]))
 
     def calibration_of(
@@ -472,8 +471,8 @@ def seconds_interval(
     if calibration is None or not calibration.supports(COVERAGE):
         return None, None
     difficulty = float(predictor.difficulty(Pairs.of([ast], device, evidence))[0])
-    factor = math.exp(difficulty * calibration.half_width(device.name, COVERAGE))
-    return latency_s / factor, latency_s * factor
+    low_s, high_s = (latency_s * np.exp(difficulty * calibration.ends(device.name, COVERAGE))).tolist()
+    return low_s, high_s
 
 
 def prediction_note(predictor: Predictor, device: Device) -> str:

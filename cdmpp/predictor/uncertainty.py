@@ -1,10 +1,12 @@
 r"""How far to trust a prediction: intervals with a finite-sample guarantee, and whether a program is like those trained on.
 
 *Intervals* are those of split conformal prediction in log seconds. The score of a validation record is :math:`s =
-|\log(\text{measured} / \text{predicted})| / d`, the interval of a prediction :math:`p` is :math:`[p\,e^{-qd}, p\,e^{qd}]`, with
-:math:`q` a quantile of the scores. d, the *difficulty*, is how far off a prediction is expected to be (normalised conformal
-prediction: Papadopoulos et al. 2008; Lei et al. 2018, section 5.2): the exponential of a ridge regression of log errors on what
-the network sees; of a validation record that of a regression on other tasks, as that of a new task is.
+|\log(\text{measured} / \text{predicted}) / d - m|`, the interval of a prediction :math:`p` is :math:`[p\,e^{(m-q)d},
+p\,e^{(m+q)d}]`, with :math:`q` a quantile of the scores. m, one number, is the middle between the errors that a twentieth of
+the tasks is below and above: programs are more often far slower than predicted than far faster, and as many shall be beyond
+either end. d, the *difficulty*, is how far off a prediction is expected to be (normalised conformal prediction: Papadopoulos et
+al. 2008; Lei et al. 2018, section 5.2): the exponential of a ridge regression of log errors on what the network sees; of a
+validation record that of a regression on other tasks, as that of a new task is.
 
 *Units.* Records of one task resemble each other. Where the split holds out tasks (``by_network``, ``by_task``, ``by_device``)
 the unit is the **task**: with K tasks of :math:`N_k` records each, q is the smallest score with
@@ -157,13 +159,14 @@ def _ridge(rows: NDArray[np.float64], values: NDArray[np.float64], weight: NDArr
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scores of the validation part, pooled and of each device with :data:`MIN_UNITS` units at least; ``unit`` is
-    ``"task"`` or ``"record"``, see the module's text. Without a ``difficulty`` all predictions are as usual."""
+    """Scores of the validation part, pooled and of each device with :data:`MIN_UNITS` units at least, around the ``middle``;
+    ``unit`` is ``"task"`` or ``"record"``, see the module's text. Without a ``difficulty`` all predictions are as usual."""
 
     unit: str
     pooled: ScoreDistribution
     devices: Mapping[str, ScoreDistribution]
     difficulty: Difficulty | None = None
+    middle: float = 0.0
 
     @classmethod
     def fit(
@@ -179,25 +182,28 @@ class Calibration:
         (n, d). PredictorError: no records, or a unit other than task and record."""
         if unit not in ("task", "record"):
             raise PredictorError(f"unknown calibration unit '{unit}' (known: task, record)")
-        scores = log_errors(label_s, predicted_s)
-        if not len(scores):
+        errors = log_errors(label_s, predicted_s)
+        if not len(errors):
             raise PredictorError("no records to calibrate with")
-        units = np.asarray(list(task)) if unit == "task" else np.arange(len(scores)).astype(str)
+        units = np.asarray(list(task)) if unit == "task" else np.arange(len(errors)).astype(str)
         difficulty = None
         if inputs is not None:
-            difficulty, scales = Difficulty.fit(inputs, scores, units.tolist())
-            scores = scores / scales
+            difficulty, scales = Difficulty.fit(inputs, np.abs(errors), units.tolist())
+            errors = errors / scales
+        both = ScoreDistribution.fit(errors, units.tolist())
+        middle = float(np.interp([0.05, 0.95], both.mass / both.units, both.scores).mean())
+        scores = np.abs(errors - middle)
         where = np.asarray(list(device))
         every = {
             str(name): ScoreDistribution.fit(scores[where == name], units[where == name].tolist())
             for name in np.unique(where)
         }
         devices = {name: scored for name, scored in every.items() if scored.units >= MIN_UNITS}
-        return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices, difficulty)
+        return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices, difficulty, middle)
 
     def with_device(self, device: str, errors: ArrayLike, task: Iterable[str]) -> Calibration:
         """With log(measured / predicted) on one device more, or in place of its own, if it has :data:`MIN_UNITS` tasks."""
-        own = ScoreDistribution.fit(np.abs(np.asarray(errors, dtype=np.float64)), list(task))
+        own = ScoreDistribution.fit(np.abs(np.asarray(errors, dtype=np.float64) - self.middle), list(task))
         return replace(self, devices={**self.devices, device: own}) if own.units >= MIN_UNITS else self
 
     def for_device(self, device: Device, trained: Mapping[str, Device]) -> Calibration:
@@ -215,9 +221,9 @@ class Calibration:
         own = self.devices.get(device)
         return device if own is not None and own.quantile(coverage) < math.inf else ALL_DEVICES
 
-    def half_width(self, device: str, coverage: float) -> float:
-        """Half the width in log seconds of the interval of a prediction as difficult as usual. PredictorError: the coverage is
-        not between 0 and 1, or more than the number of calibration units can give."""
+    def ends(self, device: str, coverage: float) -> NDArray[np.float64]:
+        """Log seconds (2,) from a prediction as difficult as usual to the ends of its interval, which holds it. PredictorError:
+        the coverage is not between 0 and 1, or more than the number of calibration units can give."""
         check_coverage(coverage)
         scores = self.devices.get(self.basis(device, coverage), self.pooled)
         if not self.supports(coverage):
@@ -226,12 +232,14 @@ class Calibration:
                 f"an interval of coverage {coverage:g} needs {needed} calibration {self.unit}s, "
                 f"this predictor was calibrated on {self.pooled.units}"
             )
-        return scores.quantile(coverage)
+        ends = self.middle + np.array([-1.0, 1.0]) * scores.quantile(coverage)
+        return np.clip(ends, [-math.inf, 0.0], [0.0, math.inf])
 
     def to_json(self) -> dict[str, Any]:
         """Names and numbers as JSON values; the scores are in :meth:`to_arrays`."""
         return {
             "unit": self.unit,
+            "middle": self.middle,
             "scores": [{"device": name, "units": scores.units} for name, scores in self._named()],
         }
 
@@ -261,15 +269,15 @@ class Calibration:
         told = [
             np.asarray(arrays[f"difficulty.{name}"], np.float64) for name in names if f"difficulty.{name}" in arrays
         ]
-        return cls(str(state["unit"]), pooled, every, Difficulty(*told) if told else None)
+        return cls(str(state["unit"]), pooled, every, Difficulty(*told) if told else None, state.get("middle", 0.0))
 
     def _named(self) -> list[tuple[str | None, ScoreDistribution]]:
         return [(None, self.pooled), *sorted(self.devices.items())]
 
 
 def log_errors(label_s: ArrayLike, predicted_s: ArrayLike) -> NDArray[np.float64]:
-    """``|log(measured / predicted)|`` of seconds (n,)."""
-    return np.abs(np.log(np.asarray(label_s, dtype=np.float64) / np.asarray(predicted_s, dtype=np.float64)))
+    """``log(measured / predicted)`` of seconds (n,)."""
+    return np.log(np.asarray(label_s, dtype=np.float64) / np.asarray(predicted_s, dtype=np.float64))
 
 
 def check_coverage(coverage: float) -> None:
@@ -288,32 +296,34 @@ def interval_metrics(
     difficulty: NDArray[np.float64] | None = None,
 ) -> dict[str, Any] | None:
     """How well intervals hold on scored records of this ``difficulty`` (n,), None for usual: the ``coverage`` asked for, the
-    fraction ``covered`` and its mean over tasks, ``covered_by_task``, the median of high / low (``width``), the ``factor`` on
-    half-widths that would cover as many as asked for, and the ``pooled_devices``, without scores of their own. None without a
-    calibration of each device, or with too few units for the coverage."""
+    fraction ``covered``, its mean over tasks, ``covered_by_task``, the fraction ``below``, faster than the interval says, the
+    median of high / low (``width``), the ``factor`` on widths that would cover as many as asked for, and the
+    ``pooled_devices``, without scores of their own. None without a calibration of each device, or with too few units."""
     check_coverage(coverage)
     names = np.asarray(list(device))
-    half = np.empty(len(names))
+    ends = np.empty((len(names), 2))
     pooled: list[str] = []
     for name in np.unique(names).tolist():
         calibration = calibration_of(name)
         if calibration is None or not calibration.supports(coverage):
             return None
-        half[names == name] = calibration.half_width(name, coverage)
+        ends[names == name] = calibration.ends(name, coverage)
         if calibration.basis(name, coverage) == ALL_DEVICES:
             pooled.append(name)
     if difficulty is not None:
-        half = half * difficulty
+        ends = ends * difficulty[:, None]
+    middle, half = ends.mean(axis=1), np.diff(ends, axis=1)[:, 0] / 2
+    off = log_errors(label_s, predicted_s) - middle
     # the record whose score is the quantile is inside, however a CPU rounds its prediction
-    errors = log_errors(label_s, predicted_s)
-    inside = errors <= half + 1e-5
+    inside = np.abs(off) <= half + 1e-5
     _, number, counts = np.unique(np.asarray(list(task)), return_inverse=True, return_counts=True)
     return {
         "coverage": coverage,
         "covered": float(inside.mean()),
         "covered_by_task": float((np.bincount(number, weights=inside) / counts).mean()),
+        "below": float((~inside & (off < 0)).mean()),
         "width": float(np.median(np.exp(2 * half))),
-        "factor": float(np.quantile(errors / half, coverage)),
+        "factor": float(np.quantile(np.abs(off) / half, coverage)),
         "pooled_devices": pooled,
     }
 

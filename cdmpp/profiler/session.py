@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset import Dataset
-from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen, save_codegen
+from cdmpp.dataset.codegen import CODEGEN_FILE, WRITE_EVERY, load_codegen, save_codegen
 from cdmpp.device import Device, get_device
 from cdmpp.device.table import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from cdmpp.program.network import Network
 
 logger = logging.getLogger(__name__)
-
-#: Compiled programs between two writes of their counts.
-_KEEP_EVERY = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,15 +143,13 @@ class Session:
         return time.perf_counter() - self._started
 
     def take(
-        self,
-        outcomes: Iterable[Outcome],
-        meta: Mapping[str, Any],
-        done: Callable[[Outcome], None] | None = None,
-        keep: Callable[[Dataset, str, Outcome, Mapping[str, Any]], None] = add_outcome,
+        self, outcomes: Iterable[Outcome], meta: Mapping[str, Any] | None, done: Callable[[Outcome], None] | None = None
     ) -> None:
-        """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records, `done` gets each."""
+        """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records (None: there are none),
+        `done` gets each."""
         for outcome in outcomes:
-            keep(self._dataset, self._device, outcome, {"session": self.name, **meta})
+            if meta is not None:
+                add_outcome(self._dataset, self._device, outcome, {"session": self.name, **meta})
             if done is not None:
                 done(outcome)
             self.new += 1
@@ -204,7 +199,8 @@ def profile(
     not asked for, or the disk is full; what was measured is kept."""
     config, notify = config or ProfileConfig(), notify or logger.info
     path, calibration = Path(out), None
-    _refuse_to_replace(path, resume or remeasure)
+    if (path / "meta.json").exists() and not (resume or remeasure):
+        raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
     executor: Executor | None = None
@@ -272,12 +268,6 @@ def profile(
         return ProfileReport(**session.report(), workers=executor.degree, calibration=calibration)
 
 
-def _refuse_to_replace(path: Path, resume: bool) -> None:
-    """DatasetError if the folder holds a dataset and ``resume`` was not asked for."""
-    if not resume and (path / "meta.json").exists():
-        raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
-
-
 def compile_programs(
     networks: Sequence[Network | str],
     *,
@@ -293,20 +283,12 @@ def compile_programs(
     path, cpu = Path(out), get_device(device)
     if not is_counted(cpu):
         raise ProfilerError(f"{cpu.name}: only programs compiled for x86 CPUs are counted")
-    _refuse_to_replace(path, resume)
+    if (path / "meta.json").exists() and not resume:
+        raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
     tasks, families = network_tasks(networks, notify, resumed=path)
     plan = TaskPlan(tasks, config.programs_per_task, search_fraction=0.0, num_cores=int(cpu.share), seed=config.seed)
     file, folder = path / CODEGEN_FILE, config.work_folder()
     counts = load_codegen(file) if file.exists() else {}
-
-    def keep(dataset: Dataset, _: str, outcome: Outcome, meta: Mapping[str, Any]) -> None:
-        add_program(dataset, outcome.job)
-        if outcome.status == "ok":
-            counts[outcome.job.program.hash, counts_key(cpu)] = outcome.built.counts
-            Path(outcome.built.path).unlink()
-            if len(counts) % _KEEP_EVERY == 0:
-                save_codegen(file, counts)
-
     builder = BuildOnly(config, (ObjectBuilder, (cpu.target, folder, config, cpu), 10))
     with Dataset.open_or_create(path) as dataset, Engine(builder) as engine:
         for program in dataset.programs.values():
@@ -316,8 +298,18 @@ def compile_programs(
         session = Session(
             dataset, cpu.name, settings, families, packages, known=plan.known, total=lambda: plan.total, **watch
         )
+
+        def keep(outcome: Outcome) -> None:
+            plan.done(outcome)
+            add_program(dataset, outcome.job)
+            if outcome.status == "ok":
+                counts[outcome.job.program.hash, counts_key(cpu)] = outcome.built.counts
+                Path(outcome.built.path).unlink()
+                if len(counts) % WRITE_EVERY == 0:
+                    save_codegen(file, counts)
+
         try:
-            session.take(engine.run(plan.jobs()), {}, plan.done, keep)
+            session.take(engine.run(plan.jobs()), None, keep)
         finally:
             save_codegen(file, counts)
             shutil.rmtree(folder, ignore_errors=True)

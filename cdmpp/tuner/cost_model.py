@@ -137,12 +137,12 @@ class PredictorPrior:
         return Encoded(np.log(latency_s), z)
 
     def half_width(self, coverage: float) -> float | None:
-        """Half the width of an interval of one prediction, log seconds, by the predictor's calibration
-        (:mod:`cdmpp.predictor.uncertainty`); None if it cannot be known."""
+        """How far one end of an interval of one prediction is from it, log seconds, by the predictor's calibration
+        (:mod:`cdmpp.predictor.uncertainty`), the farther one; None if it cannot be known."""
         calibration = self._predictor.calibration_of(device=self._device)
         if calibration is None or not calibration.supports(coverage):
             return None
-        return calibration.half_width(self._device.name, coverage)
+        return float(np.abs(calibration.ends(self._device.name, coverage)).max())
 
 
 class AnalyticalPrior:

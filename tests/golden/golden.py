@@ -169,8 +169,8 @@ def _compiled(asts: list[CompactAST], device: str) -> NDArray[np.float64]:
     evidence = Evidence(code=counts_on(device, programs("cpu")))
     seconds = predictor().predict_asts(asts, device, evidence)
     difficulty = predictor().difficulty(Pairs.of(asts, device, evidence))
-    factor = np.exp(predictor().calibration_of(evidence).half_width(device, 0.9) * difficulty)
-    rows = np.stack([seconds, seconds / factor, seconds * factor], axis=1)
+    ends = np.exp(predictor().calibration_of(evidence).ends(device, 0.9)[:, None] * difficulty)
+    rows = np.stack([seconds, *(seconds * ends)], axis=1)
     rows[np.isnan(evidence.code[:, 0])] = np.nan
     return rows
 

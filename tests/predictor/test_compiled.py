@@ -140,7 +140,7 @@ def test_programs_measured_nowhere_teach_where_the_split_trains(counted, trained
 
 def test_intervals_are_of_the_kind_of_prediction(trained):
     wide, narrow = trained.predictor.calibration, trained.predictor.compiled_calibration
-    assert narrow.half_width("fast", 0.8) < 0.8 * wide.half_width("fast", 0.8)
+    assert np.ptp(narrow.ends("fast", 0.8)) < 0.8 * np.ptp(wide.ends("fast", 0.8))
 
 
 def test_programs_without_counts_are_predicted_alike(trained, counted):
@@ -162,9 +162,8 @@ def test_saved_and_loaded_it_is_the_same(trained, counted, tmp_path: Path):
     device = counted.devices["slow"]
     expected = trained.predictor.predict_asts(asts, device, Evidence(code=counts))
     assert np.array_equal(loaded.predict_asts(asts, device, Evidence(code=counts)), expected)
-    assert loaded.compiled_calibration.half_width("slow", 0.8) == pytest.approx(
-        trained.predictor.compiled_calibration.half_width("slow", 0.8)
-    )
+    ends = [each.compiled_calibration.ends("slow", 0.8) for each in (loaded, trained.predictor)]
+    assert ends[0] == pytest.approx(ends[1])
     change_state(tmp_path, lambda state: state.update(counting_version=1))
     with pytest.raises(PredictorError, match="counted by version 1"):
         Predictor.load(tmp_path)

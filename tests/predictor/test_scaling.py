@@ -121,7 +121,8 @@ def test_predict_is_what_evaluate_scores(trained, hidden):
     unknown = predictor.predict(asts, "fast", measured={"slow": np.full(len(asts), np.nan)})
     assert unknown == pytest.approx(predictor.predict(asts, "fast"))
     low, high = predictor.predict_interval(asts[:2], "fast", 0.5, measured={"slow": there.loc[programs[:2]]})
-    assert np.sqrt(low * high) == pytest.approx(told[:2])
+    below, above = predictor.measured_calibration.ends("fast", 0.5)
+    assert np.log(low / told[:2]) * above == pytest.approx(np.log(high / told[:2]) * below, rel=1e-4)
 
 
 def test_labels_of_hidden_rows_are_not_looked_at(trained, hidden):
@@ -144,9 +145,8 @@ def test_saved_and_loaded_it_is_the_same(trained, tmp_path: Path):
     predictor.save(tmp_path)
     loaded = Predictor.load(tmp_path)
     assert loaded.scaling == predictor.scaling
-    assert loaded.measured_calibration.half_width("fast", 0.5) == pytest.approx(
-        predictor.measured_calibration.half_width("fast", 0.5)
-    )
+    ends = [each.measured_calibration.ends("fast", 0.5) for each in (loaded, predictor)]
+    assert ends[0] == pytest.approx(ends[1])
     change_state(tmp_path, lambda state: state.pop("scaling"))
     with pytest.raises(PredictorError, match="not taught to scale"):
         old = replace(Predictor.load(tmp_path), specs=predictor.specs)

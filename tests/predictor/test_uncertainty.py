@@ -82,55 +82,57 @@ def test_many_records_are_kept_in_few_steps_that_are_no_narrower():
 
 
 def test_devices_have_their_own_scores_where_there_are_enough():
-    n = MIN_UNITS
+    n, both = MIN_UNITS, np.array([-1.0, 1.0])
     predicted = np.ones(2 * n + 1)
-    label = np.concatenate([np.full(n, 1.1), np.full(n, 2.0), [1.5]])
+    label = np.concatenate([np.tile([1.1, 1 / 1.1], n // 2), np.tile([2.0, 0.5], n // 2), [1.5]])
     device = ["near"] * n + ["far"] * n + ["rare"]
     tasks = [f"t{i}" for i in range(2 * n + 1)]
     calibration = Calibration.fit(label, predicted, tasks, device)
     assert calibration.devices.keys() == {"near", "far"}
-    assert calibration.half_width("near", 0.9) == pytest.approx(math.log(1.1))
-    assert calibration.half_width("far", 0.9) == pytest.approx(math.log(2.0))
+    assert calibration.ends("near", 0.9) == pytest.approx(math.log(1.1) * both)
+    assert calibration.ends("far", 0.9) == pytest.approx(math.log(2.0) * both)
     for name in ("rare", "never seen"):
         assert calibration.basis(name, 0.9) == ALL_DEVICES
-        assert calibration.half_width(name, 0.9) == calibration.pooled.quantile(0.9)
+        assert calibration.ends(name, 0.9) == pytest.approx(calibration.pooled.quantile(0.9) * both)
     cpu, gpu = get_device("epyc-zen4-2.6ghz@1"), get_device("h200")
     of_gpu = calibration.for_device(gpu, {"near": cpu, "far": gpu})
-    assert of_gpu.half_width("never seen", 0.9) == pytest.approx(math.log(2.0)), "what CPUs have is left out"
+    assert of_gpu.ends("never seen", 0.9)[1] == pytest.approx(math.log(2.0)), "what CPUs have is left out"
     unseen = calibration.for_device(get_device("epyc-7763@1"), {"near": cpu, "far": gpu})
-    assert unseen.half_width("never seen", 0.9) == pytest.approx(UNSEEN * math.log(1.1)), "a Zen 3 is no Zen 4"
-    assert unseen.half_width("near", 0.9) == calibration.half_width("near", 0.9)
+    assert unseen.ends("never seen", 0.9)[1] == pytest.approx(UNSEEN * math.log(1.1)), "a Zen 3 is no Zen 4"
+    assert unseen.ends("near", 0.9).tolist() == calibration.ends("near", 0.9).tolist()
     # 0.98 is more than 30 tasks of one device give, and less than 61 of all do
     assert calibration.basis("near", 0.9) == "near" and calibration.basis("near", 0.98) == ALL_DEVICES
 
 
 def test_difficult_predictions_have_wider_intervals():
-    """Errors that grow with the first of three inputs: every third of them is covered as often as the others."""
+    """Errors that grow with the first of three inputs, far ones above more often: thirds and ends are covered alike."""
     rng = np.random.default_rng(0)
     n, tasks = 4000, [f"t{i % 400}" for i in range(4000)]
     inputs, scale = rng.normal(size=(n, 3)), 0.1
-    measured = np.exp(scale * np.exp(0.6 * inputs[:, 0]) * rng.normal(size=n))
+    measured = np.exp(scale * np.exp(0.6 * inputs[:, 0]) * (rng.gamma(4, size=n) - 4))
     calibration = Calibration.fit(measured[:2000], np.ones(2000), tasks[:2000], ["d"] * 2000, inputs=inputs[:2000])
     assert calibration.difficulty is not None
     difficulty = calibration.difficulty.of(inputs[2000:])
-    inside = np.abs(np.log(measured[2000:])) <= calibration.half_width("d", 0.9) * difficulty
+    low, high = calibration.ends("d", 0.9)[:, None] * difficulty
+    below, above = np.log(measured[2000:]) < low, np.log(measured[2000:]) > high
     thirds = np.array_split(np.argsort(inputs[2000:, 0]), 3)
     again = Calibration.from_arrays(calibration.to_json(), calibration.to_arrays())
     assert again.difficulty is not None and np.array_equal(again.difficulty.of(inputs[2000:]), difficulty)
     plain = Calibration.fit(measured[:2000], np.ones(2000), tasks[:2000], ["d"] * 2000)
-    wide = np.abs(np.log(measured[2000:])) <= plain.half_width("d", 0.9)
-    assert 0.87 < inside.mean() < 0.93
-    covered, by_one_width = ([hits[third].mean() for third in thirds] for hits in (inside, wide))
+    wide = np.abs(np.log(measured[2000:]) - plain.middle) <= plain.ends("d", 0.9)[1] - plain.middle
+    assert 0.87 < 1 - below.mean() - above.mean() < 0.93 and -low[0] < 0.8 * high[0]
+    assert all(0.03 < side.mean() < 0.07 for side in (below, above))
+    covered, by_one_width = ([hits[third].mean() for third in thirds] for hits in (~(below | above), wide))
     assert np.ptp(covered) < 0.7 * np.ptp(by_one_width)
 
 
 def test_interval_metrics_known_answer():
-    calibration = Calibration.fit(np.full(9, 2.0), np.ones(9), [f"t{i}" for i in range(9)], ["d"] * 9)
+    calibration = Calibration.fit([2.0, 0.5] * 4 + [2.0], np.ones(9), [f"t{i}" for i in range(9)], ["d"] * 9)
     # high / low is 2 * 2; of task a 1 of 2 is inside, of task b 2 of 2
     scored = interval_metrics(lambda _: calibration, [1.9, 2.1, 0.6, 1.0], np.ones(4), ["a", "a", "b", "b"], ["d"] * 4)
     assert scored is not None and scored["pooled_devices"] == ["d"]
     assert (scored["coverage"], scored["covered"], scored["covered_by_task"]) == (0.9, 0.75, 0.75)
-    assert scored["width"] == pytest.approx(4.0)
+    assert scored["width"] == pytest.approx(4.0) and scored["below"] == 0
     assert scored["factor"] == pytest.approx(np.quantile(np.log([1.9, 2.1, 1 / 0.6, 1.0]), 0.9) / math.log(2))
     assert interval_metrics(lambda _: calibration, [1.9], [1.0], ["a"], ["d"], 0.95) is None, "nine tasks do not do"
     assert interval_metrics(lambda _: None, [1.9], [1.0], ["a"], ["d"]) is None
@@ -143,7 +145,7 @@ def test_calibration_errors():
         Calibration.fit([1.0], [1.0], ["t"], ["d"], unit="network")
     few = Calibration.fit([1.0, 2.0], [1.0, 1.0], ["t", "u"], ["d", "d"])
     with pytest.raises(PredictorError, match="needs 9 calibration tasks, this predictor was calibrated on 2"):
-        few.half_width("d", 0.9)
+        few.ends("d", 0.9)
     with pytest.raises(PredictorError, match="ascending"):
         ScoreDistribution(1, np.asarray([2.0, 1.0]), np.asarray([1.0, 1.0]))
 
@@ -166,7 +168,8 @@ def test_intervals_of_one_and_of_many(run, asts):
     assert low.shape == high.shape == (3,) and low.dtype == high.dtype == np.float64
     seconds = predictor.predict(asts, "slow")
     assert (low < seconds).all() and (seconds < high).all()
-    assert np.sqrt(low * high) == pytest.approx(seconds)
+    ratio = np.divide(*predictor.calibration.ends("slow", 0.9))
+    assert np.log(low / seconds) / np.log(high / seconds) == pytest.approx(ratio)
     one = predictor.predict_interval(asts[0], "slow", coverage=0.5)
     assert all(isinstance(value, float) for value in one)
     assert one[1] / one[0] < high[0] / low[0], "less coverage, narrower"
@@ -179,15 +182,14 @@ def test_the_validation_part_alone_calibrates(run):
     """Known answer of the whole: quantile over validation tasks of the saved weights' residuals."""
     data, split, predictor = run.data, run.split, run.predictor
     table = data.labels.iloc[split.valid]
-    residuals = np.abs(np.log(table["latency_s"].to_numpy() / predictor.predict_rows(data, split.valid)))
-    expected = ScoreDistribution.fit(residuals, table["task"].tolist())
-    assert predictor.calibration.unit == "task"
-    assert expected.units == table["task"].nunique()
-    assert predictor.calibration.half_width("unseen", 0.9) == pytest.approx(expected.quantile(0.9))
+    residuals = np.log(table["latency_s"].to_numpy() / predictor.predict_rows(data, split.valid))
+    expected = ScoreDistribution.fit(np.abs(residuals - predictor.calibration.middle), table["task"].tolist())
+    assert predictor.calibration.unit == "task" and expected.units == table["task"].nunique()
+    assert np.ptp(predictor.calibration.ends("unseen", 0.9)) == pytest.approx(2 * expected.quantile(0.9))
     labels = data.labels.copy()
     labels.loc[split.test, "latency_s"] *= 1e3
     again = calibrated(predictor, replace(data, labels=labels), split)
-    assert again.calibration.half_width("slow", 0.9) == predictor.calibration.half_width("slow", 0.9)
+    assert again.calibration.ends("slow", 0.9).tolist() == predictor.calibration.ends("slow", 0.9).tolist()
     within = split_data("within_task:seed=0", data)
     assert calibrated(predictor, data, within).calibration.unit == "record"
 

@@ -84,7 +84,7 @@ def test_intervals_are_the_predictors_until_there_are_enough_records(predictor: 
     coverage = 0.5
     low, high = model.interval("t", model.prior.encode(asts), coverage)
     assert predictor.calibration is not None
-    width = predictor.calibration.half_width("slow", coverage)
+    width = np.abs(predictor.calibration.ends("slow", coverage)).max()
     assert np.log(high / low) == pytest.approx(np.full(40, 2 * width))
     taught(model, "t", asts[:30], label_s[:30])
     low, high = model.interval("t", model.prior.encode(asts[:30]), coverage)
