@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ProgressCallback = Callable[[dict[str, Any]], None]
 
 #: Measured pairs of an epoch for each one that another network labelled: more of these make GPUs and compiled code worse.
-_MEASURED_PER_TAUGHT = 8
+_MEASURED_PER_TAUGHT = 4
 
 #: Standard deviations of logarithms below which an instruction count is constant.
 _CONSTANT_STD = 1e-5
