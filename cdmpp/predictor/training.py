@@ -103,18 +103,18 @@ def _train(
 
 def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tuple[TrainingData, Split]:
     """Data with programs on CPUs of the training part for which they were compiled but not measured, and the split with these
-    pairs in its training part: programs that train on another CPU, and those that were measured nowhere, of tasks that the
-    split leaves to training. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of the compiled
+    pairs in its training part: programs that train on another CPU, and those of which it has no label at all, of tasks that
+    it leaves to training. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of the compiled
     code: it errs half as much as one that has only the AST, which learns from them as from measured ones (Hinton et al.,
     *Distilling the knowledge in a neural network*, 2015). PredictorError: there are none."""
     train = data.labels.iloc[split.train]
     hidden = data.labels.iloc[np.concatenate([split.valid, split.test, split.adapt])]
     of_train = train[~train["program"].isin(hidden["program"])].groupby("program").first()[["task", "origin"]]
     stored = {} if data.view is None else data.view.programs
-    names = sorted((stored.keys() & data.asts.keys()) - set(data.labels["program"]))
+    names = sorted((stored.keys() & data.asts.keys()) - set(train["program"]) - set(hidden["program"]))
     drawn = [(stored[name].task_hash, stored[name].origin) for name in names]
     programs = pd.concat([of_train, pd.DataFrame(drawn, names, of_train.columns).astype(of_train.dtypes)])
-    known = set(zip(data.labels["program"], data.labels["device"], strict=True))
+    known = {*zip(train["program"], train["device"], strict=True)}
     codes = {name: counts_key(data.devices[name]) for name in sorted(train["device"].unique())}
     pairs = [
         (program, name)
