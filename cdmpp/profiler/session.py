@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cdmpp.dataset import Dataset
-from cdmpp.dataset.codegen import CODEGEN_FILE, WRITE_EVERY, load_codegen, save_codegen
 from cdmpp.device import Device, get_device
 from cdmpp.device.table import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
@@ -24,8 +23,6 @@ from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, ObjectBuilder, sentinel_j
 from cdmpp.profiler.engine import BuildOnly, Engine, Executor, Outcome, add_outcome, add_program
 from cdmpp.profiler.machine import core_groups, installed, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
-from cdmpp.program.codegen import is_counted
-from cdmpp.program.codegen.core import counts_key
 
 if TYPE_CHECKING:
     from cdmpp.profiler.calibration import Calibration
@@ -280,6 +277,10 @@ def compile_programs(
 ) -> Report:
     """Draw random programs of networks' tasks, compile them for an x86 CPU, which need not be here, and count their
     instructions: a dataset without records, for ``data.unmeasured``. Arguments and errors as of :func:`profile`."""
+    from cdmpp.dataset.codegen import CODEGEN_FILE, WRITE_EVERY, load_codegen, save_codegen
+    from cdmpp.program.codegen import is_counted
+    from cdmpp.program.codegen.core import counts_key
+
     path, cpu = Path(out), get_device(device)
     if not is_counted(cpu):
         raise ProfilerError(f"{cpu.name}: only programs compiled for x86 CPUs are counted")
