@@ -102,11 +102,10 @@ def _train(
 
 
 def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tuple[TrainingData, Split]:
-    """Data with programs on CPUs of the training part for which they were compiled but not measured, and the split with these
-    pairs in its training part: programs that train on another CPU, and those of which it has no label at all, of tasks that
-    it leaves to training. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of the compiled
-    code: it errs half as much as one that has only the AST, which learns from them as from measured ones (Hinton et al.,
-    *Distilling the knowledge in a neural network*, 2015). PredictorError: there are none."""
+    """Data with pairs of programs and CPUs of the training part that were compiled but not measured, and the split with these
+    in its training part: of programs that train on another CPU, and of those without any label of it, of tasks that it leaves
+    to training. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of the compiled code: it errs
+    half as much as the AST's (Hinton et al., *Distilling the knowledge in a neural network*, 2015). PredictorError: none."""
     train = data.labels.iloc[split.train]
     hidden = data.labels.iloc[np.concatenate([split.valid, split.test, split.adapt])]
     of_train = train[~train["program"].isin(hidden["program"])].groupby("program").first()[["task", "origin"]]
@@ -130,7 +129,8 @@ def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tup
     united, rows = subset(united, np.concatenate([np.arange(len(data)), rows])), len(data) + np.arange(len(rows))
     if not len(rows):
         raise PredictorError("data.unmeasured: all compiled programs were measured; see cdmpp codegen --device")
-    united.labels.loc[rows, "latency_s"] = teacher.predict_rows(united, rows, Evidence.of_rows(united, rows, compiled=True))
+    told = Evidence.of_rows(united, rows, compiled=True)
+    united.labels.loc[rows, "latency_s"] = teacher.predict_rows(united, rows, told)
     return united, replace(split, train=np.concatenate([split.train, rows]))
 
 
