@@ -41,9 +41,9 @@ def fit_ours(config: Config, data: TrainingData, split: Split, epochs: int) -> H
 def fit_released(data: TrainingData, split: Split, seed: int, epochs: int, max_seconds: float | None = None) -> History:
     """Train CDMPP's network as released for so many epochs or so long."""
     train = {"epochs": epochs, "patience": epochs, "threads": len(os.sched_getaffinity(0))}
-    model: Any = make_model("released", seed, train=train, max_seconds=max_seconds)
-    model.fit(data, split)
-    return model.history_
+    lines: History = []
+    make_model("released", seed, train=train, max_seconds=max_seconds, progress=lines.append).fit(data, split)
+    return lines
 
 
 def reached(history: History) -> dict[str, Any]:

@@ -60,10 +60,12 @@ def train(
     out: str | Path,
     progress: ProgressCallback | None = None,
     resume: bool = False,
+    split: Split | None = None,
 ) -> TrainResult:
-    """Train a predictor and write the run folder. ``datasets`` are data or dataset folders, None takes ``config.data.paths``.
-    ``progress`` is called with every epoch's history line. With ``resume`` a run in ``out`` is continued if there is one; the
-    result is that of an unbroken run. Processes that torchrun started train together (:mod:`cdmpp.predictor.processes`).
+    """Train a predictor and write the run folder. ``datasets`` are data or dataset folders, None takes ``config.data.paths``;
+    ``split`` is in place of the configuration's. ``progress`` is called with every epoch's history line. With ``resume`` a run
+    in ``out`` is continued if there is one; the result is that of an unbroken run. Processes that torchrun started train
+    together (:mod:`cdmpp.predictor.processes`).
 
     PredictorError: ``out`` holds a run and ``resume`` is off, or one of another configuration or other records; training
     diverged. DatasetError, SplitError: no records; a split that cannot be made."""
@@ -73,32 +75,27 @@ def train(
     with torchrun_processes(config.train.device, config.train.batch_size) as processes:
         with processes.first_alone():
             data = as_data(config, datasets)
-        return _train(config, data, out, progress, resume, processes)
-
-
-def _train(
-    config: Config, data: TrainingData, out: Path, progress: ProgressCallback | None, resume: bool, processes: Processes
-) -> TrainResult:
-    """:func:`train` of one of some processes, on data in memory."""
-    split = split_data(config.split.spec, data)
-    taught, trained = (data, split), list[Predictor]()
-    for number in [*range(1, config.train.members), 0]:
-        if number == 0 and config.data.unmeasured:
-            teacher = replace(trained[0], members=tuple(other.network for other in trained[1:]))
-            taught = with_unmeasured(data, split, teacher)
-        own = config.model_copy(update={"train": config.train.model_copy(update={"seed": config.train.seed + number})})
-        folder = out if number == 0 else out / f"member{number}"
-        fitted, final, history = _train_network(own, *taught, folder, progress, resume, processes)
-        trained.append(fitted.predictor(final.best, training_summary(config, data, split, final)))
-    networks = [each.network for each in trained]
-    if len(networks) > 1:
-        with torch.no_grad():  # exact in half precision, so that several take no more room than one
-            for weights in [weights for network in networks for weights in network.parameters()]:
-                weights.copy_(weights.half())
-    predictor = calibrated(replace(trained[-1], members=tuple(networks[:-1])), data, split)
-    if processes.rank == 0:
-        predictor.save(out / "predictor")
-    return TrainResult(predictor, data, split, history)
+        split = split or split_data(config.split.spec, data)
+        taught, trained = (data, split), list[Predictor]()
+        for number in [*range(1, config.train.members), 0]:
+            if number == 0 and config.data.unmeasured:
+                teacher = replace(trained[0], members=tuple(other.network for other in trained[1:]))
+                taught = with_unmeasured(data, split, teacher)
+            own = config.model_copy(
+                update={"train": config.train.model_copy(update={"seed": config.train.seed + number})}
+            )
+            folder = out if number == 0 else out / f"member{number}"
+            fitted, final, history = _train_network(own, *taught, folder, progress, resume, processes)
+            trained.append(fitted.predictor(final.best, training_summary(config, data, split, final)))
+        networks = [each.network for each in trained]
+        if len(networks) > 1:
+            with torch.no_grad():  # exact in half precision, so that several take no more room than one
+                for weights in [weights for network in networks for weights in network.parameters()]:
+                    weights.copy_(weights.half())
+        predictor = calibrated(replace(trained[-1], members=tuple(networks[:-1])), data, split)
+        if processes.rank == 0:
+            predictor.save(out / "predictor")
+        return TrainResult(predictor, data, split, history)
 
 
 def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tuple[TrainingData, Split]:

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from cdmpp.predictor.evaluation import score
 from cdmpp.predictor.network import LatencyNetwork
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.trainer import ProgressCallback
-from cdmpp.predictor.training import prepare, training_summary
+from cdmpp.predictor.training import prepare, train, training_summary
 
 #: Part of the training programs to stop by where a split has no validation part.
 STOP_FRACTION = 0.1
@@ -45,7 +46,7 @@ class LatencyModel(ABC):
 
 
 class TrainedModel(LatencyModel):
-    """Trains a network in memory, at most ``max_seconds``; ``history_`` has one line an epoch, which ``progress`` is told."""
+    """Trains a network in memory, at most ``max_seconds``; ``progress`` is told each epoch's line."""
 
     def __init__(
         self, config: Config, max_seconds: float | None = None, progress: ProgressCallback | None = None
@@ -54,21 +55,14 @@ class TrainedModel(LatencyModel):
             raise PredictorError(f"max_seconds must be above 0, got {max_seconds}")
         self._config, self.max_seconds, self._progress = config, max_seconds, progress
         self.predictor_: Predictor | None = None
-        self.history_: list[dict[str, Any]] = []
 
     @abstractmethod
     def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
         """The untrained network for these training pairs, called as ``network(batch, context)``."""
 
     def fit(self, data: TrainingData, split: Split) -> None:
-        def record(line: dict[str, Any]) -> None:
-            self.history_.append(line)
-            if self._progress is not None:
-                self._progress(line)
-
-        self.history_ = []
         fitted = prepare(self._config, data, split, self.make_network, self.max_seconds)
-        state = fitted.trainer.fit(progress=record)
+        state = fitted.trainer.fit(progress=self._progress)
         self.predictor_ = fitted.predictor(state.best, training_summary(self._config, data, split, state))
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -88,6 +82,13 @@ class CdmppModel(TrainedModel):
 
     def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
         return LatencyNetwork(self._config.model, *train.widths)
+
+    def fit(self, data: TrainingData, split: Split) -> None:
+        if self._config.train.members == 1:
+            super().fit(data, split)
+        else:
+            with TemporaryDirectory() as folder:
+                self.predictor_ = train(self._config, data, folder, self._progress, split=split).predictor
 
 
 class TaskMedian(LatencyModel):

@@ -33,7 +33,7 @@ class NetworkModel(TrainedModel):
 
     It sees what our network sees but for what we compute of program and device together, encoded in the same way; only
     ``mse_weight`` and ``mape_weight`` of ``loss`` count. Training stops after ``max_seconds``; the learning rate then falls
-    with the time spent. ``history_`` has one line an epoch, as :class:`cdmpp.predictor.trainer.Trainer` reports it."""
+    with the time spent."""
 
     #: Label transform, see :class:`cdmpp.predictor.config.LabelConfig`.
     label: Literal["box-cox", "log"] = "box-cox"
