@@ -14,6 +14,7 @@ import torch
 from cdmpp.device import get_device
 from cdmpp.errors import PredictorError, ProgramError
 from cdmpp.predictor import Predictor, evaluate, finetune
+from cdmpp.predictor.baselines import make_model
 from cdmpp.predictor.data import split_data, subset
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.pair_features import TIME_PARTS
@@ -68,8 +69,7 @@ def test_a_device_is_taught_by_the_records_that_have_counts(trained, counted, tm
 
 
 def test_members_are_networks_of_further_seeds_averaged_where_the_code_is_known(counted, tmp_path):
-    rows = np.arange(60)
-    code = Evidence.of_rows(counted, rows, compiled=True)
+    rows, code = np.arange(60), Evidence.of_rows(counted, np.arange(60), compiled=True)
     both, *alone = (
         train(small_config(*LONG, **{**STEPS, "epochs": 2, **more}), counted, tmp_path / str(i)).predictor
         for i, more in enumerate(({"members": 2}, {"seed": 0}, {"seed": 1}))
@@ -79,8 +79,10 @@ def test_members_are_networks_of_further_seeds_averaged_where_the_code_is_known(
     expected = np.where(code.known(60), np.exp(logs.mean(axis=0)), plain)
     assert both.predict_rows(counted, rows, code) == pytest.approx(expected, rel=0.05)
     assert both.predict_rows(counted, rows) == pytest.approx(plain, rel=0.05) and np.abs(logs[0] - logs[1]).max() > 0.2
-    loaded = Predictor.load(tmp_path / "0")
-    assert (loaded.predict_rows(counted, rows, code) == both.predict_rows(counted, rows, code)).all()
+    said = [each.predict_rows(counted, rows, code) for each in (both, Predictor.load(tmp_path / "0"))]
+    compared = make_model("ours", config=small_config(*LONG, **{**STEPS, "epochs": 2, "members": 2}))
+    compared.fit(counted, split_data(LONG[0], counted))
+    assert (said[0] == [said[1], compared.predictor_.predict_rows(counted, rows, code)]).all()
 
 
 def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_measured_there(
@@ -97,8 +99,7 @@ def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_me
     assert (new == np.arange(len(known), len(both))).all() and both.labels.iloc[: len(known)].equals(known.labels)
     pairs = both.labels.iloc[new]
     key = ["program", "task", "device"]
-    expected = counted.labels[lacking & (counted.labels["task"] == "t010")]
-    expected = expected[counted.counted(expected.index.to_numpy())]
+    expected = counted.labels[lacking & (counted.labels["task"] == "t010") & counted.counted(np.arange(len(counted)))]
     assert pairs[key].values.tolist() == expected[key].values.tolist()
     assert (pairs["n_records"] == 0).all() and not np.isclose(pairs["latency_s"], expected["latency_s"]).all()
     told = trained.predictor.predict_rows(both, new, Evidence.of_rows(both, new, compiled=True))
@@ -125,15 +126,14 @@ def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_me
 def test_programs_measured_nowhere_teach_where_the_split_trains(counted, trained, spec):
     drawn = counted.labels["program"].str.endswith(("3", "4"))
     stored = counted.labels[drawn].set_index("program")["task"].items()
-    programs = {name: SimpleNamespace(task_hash=task, origin="random") for name, task in stored}
-    labels = counted.labels[~drawn].reset_index(drop=True)
-    rest = replace(counted, labels=labels, view=SimpleNamespace(programs=programs))
+    view = SimpleNamespace(programs={name: SimpleNamespace(task_hash=task, origin="random") for name, task in stored})
+    rest = replace(counted, labels=counted.labels[~drawn].reset_index(drop=True), view=view)
     split = split_data(split_data(spec, counted).spec, rest)
     both, taught = with_unmeasured(rest, split, trained.predictor)
     told = both.labels.iloc[taught.train[len(split.train) :]]
-    wanted = drawn & counted.labels["task"].isin(labels["task"].iloc[split.train])
+    wanted = drawn & counted.labels["task"].isin(rest.labels["task"].iloc[split.train])
     wanted &= counted.counted(np.arange(len(counted)))
-    tables = told[told["program"].isin(programs)], counted.labels[wanted]
+    tables = told[told["program"].isin(view.programs)], counted.labels[wanted]
     found, expected = (table.groupby(["program", "device"]).size() for table in tables)
     assert len(found) and found.equals(expected)
 
