@@ -50,7 +50,7 @@ def gradients(rows: int, processes: Processes | None = None) -> dict[str, torch.
 
 def train_command(out: Path, command: list[str]) -> int:
     """The command, in a group of processes that first writes its gradients, and keeps the run as of its first epoch."""
-    train, bar = training._train, learn.Bar.epoch
+    train, bar = training._train_network, learn.Bar.epoch
 
     def after_gradients(*args: Any) -> Any:
         for rows in ROWS:
@@ -62,7 +62,7 @@ def train_command(out: Path, command: list[str]) -> int:
         if line["epoch"] == 1:
             shutil.copytree(out / "run", out / "cut")
 
-    training._train, learn.Bar.epoch = after_gradients, copying  # type: ignore[assignment, method-assign]
+    training._train_network, learn.Bar.epoch = after_gradients, copying  # type: ignore[assignment, method-assign]
     return main(command)
 
 
