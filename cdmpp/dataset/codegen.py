@@ -70,8 +70,8 @@ def collect_codegen(
     pool: Any = None,
     cpus: Sequence[Device] = (),
 ) -> Counts:
-    """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions; all of them
-    also for these ``cpus``, on which nothing need be measured.
+    """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions; all, and
+    those without any record, also for these ``cpus``, on which nothing need be measured.
 
     The file is written every few hundred programs. A program that does not compile is left out. ``progress`` is called with the
     numbers of programs done and wanted. What ``object_cache`` has (``cdmpp profile --object-cache``) is not compiled again, and
@@ -85,9 +85,9 @@ def collect_codegen(
     path = Path(folder) / CODEGEN_FILE
     counts = load_codegen(path) if path.exists() else {}
     wanted: dict[tuple[str, str], _Wanted] = {}
-    labels = view.labels(None)
+    labels, never = view.labels(None), sorted(view.programs.keys() - set(view.records["program"]))
     groups = [(view.devices[str(name)], table["program"]) for name, table in labels.groupby("device", observed=True)]
-    for device, programs in [*groups, *((cpu, labels["program"].unique()) for cpu in cpus)]:
+    for device, programs in [*groups, *((cpu, [*labels["program"].unique(), *never]) for cpu in cpus)]:
         if device.target.get("kind") != "llvm":
             continue
         if device.vendor == "arm":

@@ -117,7 +117,7 @@ def test_difficult_predictions_have_wider_intervals():
     below, above = np.log(measured[2000:]) < low, np.log(measured[2000:]) > high
     thirds = np.array_split(np.argsort(inputs[2000:, 0]), 3)
     again = Calibration.from_arrays(calibration.to_json(), calibration.to_arrays())
-    assert again.difficulty is not None and np.array_equal(again.difficulty.of(inputs[2000:]), difficulty)
+    assert np.array_equal(again.difficulty.of(inputs[2000:]), difficulty) and again.middle == calibration.middle
     plain = Calibration.fit(measured[:2000], np.ones(2000), tasks[:2000], ["d"] * 2000)
     wide = np.abs(np.log(measured[2000:]) - plain.middle) <= plain.ends("d", 0.9)[1] - plain.middle
     assert 0.87 < 1 - below.mean() - above.mean() < 0.93 and -low[0] < 0.8 * high[0]
@@ -190,8 +190,7 @@ def test_the_validation_part_alone_calibrates(run):
     labels.loc[split.test, "latency_s"] *= 1e3
     again = calibrated(predictor, replace(data, labels=labels), split)
     assert again.calibration.ends("slow", 0.9).tolist() == predictor.calibration.ends("slow", 0.9).tolist()
-    within = split_data("within_task:seed=0", data)
-    assert calibrated(predictor, data, within).calibration.unit == "record"
+    assert calibrated(predictor, data, split_data("within_task:seed=0", data)).calibration.unit == "record"
 
 
 def test_evaluate_reports_coverage(run):
