@@ -133,7 +133,7 @@ def _measure(errors: Console, network: Network, device: Device, out: Path, progr
     with Bar(errors, "reading compiled programs") as count:
         collect_codegen(folder, len(usable_cores()), count.update, objects)
     with Bar(errors, "reading ASTs") as count:
-        measured = gather(folder, progress=count.update)
+        measured = gather(folder, progress=count.update, disturbed=True)  # there are no others
     assert measured.view is not None, "a folder was gathered"
     if failed := measured.view.tasks.keys() - set(measured.labels["program"]):
         raise CdmppError(f"{len(failed)} tasks of {network.name} do not run here: cdmpp dataset {folder} says why")
