@@ -29,9 +29,7 @@ def _add_profile(sub: ui.Parser) -> None:
     ui.add(sub, "programs_of", metavar="DIR", help="measure the programs of this dataset instead")
     ui.add(sub, "remeasure", action="store_true", help="with --programs-of: also what --out has already")
     ui.add(sub, "library", action="store_true", help="PyTorch's own kernels, in place of TVM's programs")
-    ui.add(
-        sub, "compile_only", action="store_true", help="compile random programs for D and measure none: data.unmeasured"
-    )
+    ui.add(sub, "compile_only", action="store_true", help="compile random programs for D and measure none")
     ui.add_settings(sub, ProfileConfig)
 
 

@@ -196,8 +196,7 @@ def profile(
     not asked for, or the disk is full; what was measured is kept."""
     config, notify = config or ProfileConfig(), notify or logger.info
     path, calibration = Path(out), None
-    if (path / "meta.json").exists() and not (resume or remeasure):
-        raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
+    _refuse_to_replace(path, resume or remeasure)
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
     executor: Executor | None = None
@@ -284,8 +283,7 @@ def compile_programs(
     path, cpu = Path(out), get_device(device)
     if not is_counted(cpu):
         raise ProfilerError(f"{cpu.name}: only programs compiled for x86 CPUs are counted")
-    if (path / "meta.json").exists() and not resume:
-        raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
+    _refuse_to_replace(path, resume)
     tasks, families = network_tasks(networks, notify, resumed=path)
     plan = TaskPlan(tasks, config.programs_per_task, search_fraction=0.0, num_cores=int(cpu.share), seed=config.seed)
     file, folder = path / CODEGEN_FILE, config.work_folder()
@@ -315,6 +313,12 @@ def compile_programs(
             save_codegen(file, counts)
             shutil.rmtree(folder, ignore_errors=True)
         return Report(**session.report())
+
+
+def _refuse_to_replace(path: Path, resume: bool) -> None:
+    """DatasetError if the folder holds a dataset, which is not to be gone on with."""
+    if (path / "meta.json").exists() and not resume:
+        raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
 
 
 def _plan(

@@ -72,7 +72,7 @@ class TrainedModel(LatencyModel):
 
 
 class CdmppModel(TrainedModel):
-    """Trains :class:`~cdmpp.predictor.predictor.Predictor` in memory, or wraps a trained one."""
+    """Trains :class:`~cdmpp.predictor.predictor.Predictor`, several networks without ``max_seconds``, or wraps one."""
 
     def __init__(
         self, config: Config | None = None, *, predictor: Predictor | None = None, name: str = "cdmpp", **more: Any
