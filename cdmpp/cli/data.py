@@ -233,6 +233,7 @@ def _add_codegen(sub: ui.Parser) -> None:
     sub.add_argument("data", nargs="+", metavar="DIR", help="dataset folders with labels of x86 CPUs")
     ui.add(sub, "builders", default=1, help="building processes")
     ui.hide(sub, "--workers", dest="builders", type=int, default=1)
+    ui.add(sub, "build_timeout_s", default=20.0)
     ui.add(sub, "object_cache", "ray")
     ui.add(sub, "device", default="", help="also for these CPUs, not measured: to train with data.unmeasured")
 
@@ -243,19 +244,17 @@ def _codegen(args: ui.Namespace, console: Console, errors: Console) -> Any:
     cdmpp codegen runs/mine
     cdmpp codegen runs/mine runs/untuned --builders 4 --device this-cpu@1,epyc-zen3-2.45ghz@1
     """
-    from cdmpp.dataset.codegen import CODEGEN_FILE, collect_codegen
+    from cdmpp.dataset.codegen import CODEGEN_FILE
     from cdmpp.device import get_device
+    from cdmpp.profiler.compiled import collect_codegen
+    from cdmpp.profiler.session import ProfileConfig
 
     summary: dict[str, int] = {}
     cpus = [get_device(name.strip()) for name in args.device.split(",") if name.strip()]
-    pool = None
-    if args.ray is not None:
-        from cdmpp.profiler.ray import connect
-
-        pool = connect(args.ray)
+    config = ui.settings(args, ProfileConfig)
     for folder in args.data:
         with ui.Bar(errors, f"programs of {folder} without counts") as bar:
-            summary[folder] = len(collect_codegen(folder, args.builders, bar.update, args.object_cache, pool, cpus))
+            summary[folder] = len(collect_codegen(folder, config, bar.update, cpus))
         ui.say(console, f"{folder}/{CODEGEN_FILE}: {summary[folder]} programs")
     return summary
 

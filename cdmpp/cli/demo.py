@@ -17,14 +17,13 @@ from torch import nn
 from cdmpp.cli.learn import show_noise, show_scores
 from cdmpp.cli.options import Bar
 from cdmpp.dataset import load_datasets
-from cdmpp.dataset.codegen import collect_codegen
 from cdmpp.device import Device, get_device
 from cdmpp.endtoend import network_tasks, predict_latency
 from cdmpp.errors import CdmppError
 from cdmpp.files import seconds_text
 from cdmpp.predictor import Predictor, TrainingData, evaluate, finetune, gather, program_resolver
 from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
-from cdmpp.profiler.machine import usable_cores
+from cdmpp.profiler.compiled import collect_codegen
 from cdmpp.profiler.session import ProfileConfig, profile
 from cdmpp.program.network import Network
 from cdmpp.report import write_report
@@ -131,7 +130,7 @@ def _measure(errors: Console, network: Network, device: Device, out: Path, progr
             say, update = bar.say if step.unscheduled else None, bar.follow
             profile([network], device=device, out=folder, config=step, resume=True, progress=update, notify=say)
     with Bar(errors, "reading compiled programs") as count:
-        collect_codegen(folder, len(usable_cores()), count.update, objects)
+        collect_codegen(folder, config, count.update)
     with Bar(errors, "reading ASTs") as count:
         measured = gather(folder, progress=count.update, disturbed=True)  # there are no others
     assert measured.view is not None, "a folder was gathered"

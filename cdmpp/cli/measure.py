@@ -40,7 +40,7 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
     cdmpp profile zoo --library --out runs/library --resume    PyTorch's own operators
     """
     from cdmpp.device import get_device
-    from cdmpp.profiler.session import ProfileConfig, compile_programs, profile, read_task_file
+    from cdmpp.profiler.session import ProfileConfig, profile, read_task_file
 
     networks = ui.networks_of(args.networks)
     if bool(networks) == bool(args.programs_of):
@@ -58,6 +58,8 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
             found = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.update)
         return _shown_labels(found, console)
     if args.compile_only:
+        from cdmpp.profiler.compiled import compile_programs
+
         with ui.Bar(errors, "compiling") as bar:
             made = compile_programs(networks, config=ui.settings(args, ProfileConfig), **_run(args, bar))
         what = f"{made.ok} programs compiled for {made.device}, none measured"

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 #: Called after every epoch with that epoch's line of the history.
 ProgressCallback = Callable[[dict[str, Any]], None]
 
-#: Measured pairs of an epoch for each one that another network labelled: more of these make GPUs and compiled code worse.
-_MEASURED_PER_TAUGHT = 4
+#: Pairs of an epoch for each one of a program that was measured on other devices alone: more make GPUs and compiled code worse.
+_OTHERS_PER_TAUGHT = 8
 
 #: Standard deviations of logarithms below which an instruction count is constant.
 _CONSTANT_STD = 1e-5
@@ -64,7 +64,7 @@ class Trainer:
     """Trains one network.
 
     ``transform`` was fitted on the training labels; ``adapt`` are pairs of the domain to adapt to, without labels (for
-    ``loss.cmd_weight``); of the last ``taught`` training pairs, which were not measured, an epoch has only some;
+    ``loss.cmd_weight``); of the last ``taught`` training pairs, of programs measured elsewhere, an epoch has only some;
     ``make_network`` makes another network, called as ``network(batch, context)`` and trained on the loss of its labels alone;
     the learning rate falls so that training ends after ``max_seconds``; ``processes`` train together (None: this one alone),
     with our network and no ``max_seconds``.
@@ -201,10 +201,10 @@ class Trainer:
         }
 
     def epoch_batches(self, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-        """Every measured training pair once and some of the taught ones, as many in every epoch; by length."""
-        measured = len(self._train) - self._taught
-        drawn = rng.permutation(self._taught)[: measured // _MEASURED_PER_TAUGHT]
-        pairs = np.concatenate([np.arange(measured), measured + drawn])
+        """Every training pair once but for the taught ones, of which it has some, as many in every epoch; by length."""
+        others = len(self._train) - self._taught
+        drawn = rng.permutation(self._taught)[: others // _OTHERS_PER_TAUGHT]
+        pairs = np.concatenate([np.arange(others), others + drawn])
         # with CMD not sorted by length: see LossConfig
         lengths = self._train.packed.lengths[self._train.program[pairs]] * (not self._terms.cmd_weight)
         batches = [pairs[chosen] for chosen in training_batches(lengths, self._config.batch_size, rng)]

@@ -100,9 +100,10 @@ def train(
 
 def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tuple[TrainingData, Split]:
     """Data with pairs of programs and CPUs of the training part that were compiled but not measured, and the split with these
-    in its training part: of programs that train on another CPU, and of those without any label of it, of tasks that it leaves
-    to training. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of the compiled code: it errs
-    half as much as the AST's (Hinton et al., *Distilling the knowledge in a neural network*, 2015). PredictorError: none."""
+    in its training part: of programs without any label of it, of tasks that it leaves to training, and last of those that
+    train on another CPU. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of the compiled
+    code: it errs half as much as the AST's (Hinton et al., *Distilling the knowledge in a neural network*, 2015).
+    PredictorError: none."""
     train = data.labels.iloc[split.train]
     hidden = data.labels.iloc[np.concatenate([split.valid, split.test, split.adapt])]
     of_train = train[~train["program"].isin(hidden["program"])].groupby("program").first()[["task", "origin"]]
@@ -122,7 +123,8 @@ def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tup
     labels = pd.concat([data.labels, more.assign(n_records=0)], ignore_index=True)
     united, rows = replace(data, labels=labels), len(data) + np.arange(len(more))
     allowed = np.isin(rows, split_data(split.spec, united).train) & ~more["task"].isin(hidden["task"])
-    rows = rows[allowed | more["program"].isin(of_train.index)]
+    measured = more["program"].isin(of_train.index).to_numpy()
+    rows = np.concatenate([rows[allowed & ~measured], rows[measured]])
     united, rows = subset(united, np.concatenate([np.arange(len(data)), rows])), len(data) + np.arange(len(rows))
     if not len(rows):
         raise PredictorError("data.unmeasured: all compiled programs were measured; see cdmpp codegen --device")
@@ -230,7 +232,7 @@ def prepare(
         fitting,
         arrays.take(split.valid),
         arrays.unlabelled(split.adapt),
-        taught=len(split.train) - len(measured),
+        taught=int(data.labels["program"].iloc[split.train[~real[split.train]]].isin(table["program"]).sum()),
         make_network=None if make_network is None else partial(make_network, fitting, encoder),
         max_seconds=max_seconds,
         processes=processes,

@@ -289,8 +289,8 @@ class Measurer:
 class BuildOnly(Measurer):
     """Measures nothing: the outcome of a job is what was built."""
 
-    def __init__(self, config: BuildConfig, builder: Builder) -> None:
-        super().__init__(config)
+    def __init__(self, config: BuildConfig, builder: Builder, executor: Executor | None = None) -> None:
+        super().__init__(config, executor)
         self.builder = builder
 
     def add(self, job: Any, built: Any) -> None:

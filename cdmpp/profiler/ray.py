@@ -9,14 +9,13 @@ on the network or on how busy the driver is.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import platform
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,10 +134,6 @@ def _build(builder: Builder, job: Any, timeout_s: float) -> tuple[Any, bytes]:
     code = Path(built.path).read_bytes()
     Path(built.path).unlink()
     return built, code
-
-
-def _call(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    return [function(item) for item in items]
 
 
 class _Measuring:
@@ -314,13 +309,6 @@ class RayExecutor(Executor):
             if there:
                 there, _ = self._ray.wait(list(waiting), num_returns=number, timeout=seconds, fetch_local=False)
         return [waiting[answer] for answer in there if waiting[answer].fetch()]
-
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
-        """As that of :class:`concurrent.futures.Executor`."""
-        call, left = self._task(_call), iter(items)
-        chunks = iter(lambda: list(itertools.islice(left, chunksize)), [])
-        for answer in [call.remote(function, chunk) for chunk in chunks]:
-            yield from self._ray.get(answer)
 
 
 def _stream(actor: Any) -> Callable[[Any, float], tuple[Any, None]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import shutil
 import time
 import uuid
 from collections import Counter
@@ -19,8 +18,8 @@ from cdmpp.device.table import machine_facts
 from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock
-from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, ObjectBuilder, sentinel_job, threads_of
-from cdmpp.profiler.engine import BuildOnly, Engine, Executor, Outcome, add_outcome, add_program
+from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job, threads_of
+from cdmpp.profiler.engine import Engine, Executor, Outcome, add_outcome
 from cdmpp.profiler.machine import core_groups, installed, usable_cores
 from cdmpp.profiler.plan import Plan, TaskPlan, network_tasks, replay_plan, unscheduled_plan
 
@@ -196,7 +195,7 @@ def profile(
     not asked for, or the disk is full; what was measured is kept."""
     config, notify = config or ProfileConfig(), notify or logger.info
     path, calibration = Path(out), None
-    _refuse_to_replace(path, resume or remeasure)
+    refuse_to_replace(path, resume or remeasure)
     if remeasure and programs_of is not None and config.limit is None:
         raise ProfilerError("re-measuring needs a limit: how many programs?")
     executor: Executor | None = None
@@ -264,58 +263,7 @@ def profile(
         return ProfileReport(**session.report(), workers=executor.degree, calibration=calibration)
 
 
-def compile_programs(
-    networks: Sequence[Network | str],
-    *,
-    device: str | Device,
-    out: str | Path,
-    config: ProfileConfig,
-    resume: bool = False,
-    progress: Callable[[Progress], None] | None = None,
-    notify: Callable[[str], None] = logger.info,
-) -> Report:
-    """Draw random programs of networks' tasks, compile them for an x86 CPU, which need not be here, and count their
-    instructions: a dataset without records, for ``data.unmeasured``. Arguments and errors as of :func:`profile`."""
-    from cdmpp.dataset.codegen import CODEGEN_FILE, WRITE_EVERY, load_codegen, save_codegen
-    from cdmpp.program.codegen import is_counted
-    from cdmpp.program.codegen.core import counts_key
-
-    path, cpu = Path(out), get_device(device)
-    if not is_counted(cpu):
-        raise ProfilerError(f"{cpu.name}: only programs compiled for x86 CPUs are counted")
-    _refuse_to_replace(path, resume)
-    tasks, families = network_tasks(networks, notify, resumed=path)
-    plan = TaskPlan(tasks, config.programs_per_task, search_fraction=0.0, num_cores=int(cpu.share), seed=config.seed)
-    file, folder = path / CODEGEN_FILE, config.work_folder()
-    counts = load_codegen(file) if file.exists() else {}
-    builder = BuildOnly(config, (ObjectBuilder, (cpu.target, folder, config, cpu), 10))
-    with Dataset.open_or_create(path) as dataset, Engine(builder) as engine:
-        for program in dataset.programs.values():
-            plan.learn(program, None)
-        watch: dict[str, Any] = {"max_seconds": config.max_seconds, "progress": progress, "notify": notify}
-        settings, packages = {"target": dict(cpu.target)}, ("apache-tvm", "apache-tvm-ffi")
-        session = Session(
-            dataset, cpu.name, settings, families, packages, known=plan.known, total=lambda: plan.total, **watch
-        )
-
-        def keep(outcome: Outcome) -> None:
-            plan.done(outcome)
-            add_program(dataset, outcome.job)
-            if outcome.status == "ok":
-                counts[outcome.job.program.hash, counts_key(cpu)] = outcome.built.counts
-                Path(outcome.built.path).unlink()
-                if len(counts) % WRITE_EVERY == 0:
-                    save_codegen(file, counts)
-
-        try:
-            session.take(engine.run(plan.jobs()), None, keep)
-        finally:
-            save_codegen(file, counts)
-            shutil.rmtree(folder, ignore_errors=True)
-        return Report(**session.report())
-
-
-def _refuse_to_replace(path: Path, resume: bool) -> None:
+def refuse_to_replace(path: Path, resume: bool) -> None:
     """DatasetError if the folder holds a dataset, which is not to be gone on with."""
     if (path / "meta.json").exists() and not resume:
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")

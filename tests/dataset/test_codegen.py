@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +11,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from cdmpp.cli import main
-from cdmpp.dataset.codegen import collect_codegen, load_codegen, save_codegen
+from cdmpp.dataset.codegen import load_codegen, save_codegen
 from cdmpp.dataset.record import Record, write_parquet
 from cdmpp.dataset.store import load_datasets, write_dataset
 from cdmpp.device import get_device
 from cdmpp.errors import DatasetError
+from cdmpp.profiler.compiled import collect_codegen
+from cdmpp.profiler.session import ProfileConfig
 from cdmpp.program.codegen import CODEGEN_FEATURES, COUNTING_VERSION, ObjectCache
 from cdmpp.program.codegen.compile import compile_to_shared_object
 from cdmpp.program.codegen.core import counts_key
 from cdmpp.program.space import Rebuilder
 from tests.samples.programs import matmul_task, sampled
+
+CONFIG = ProfileConfig(builders=1)
 
 
 def test_counts_round_trip_and_what_is_damaged_or_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -51,8 +56,8 @@ def test_what_was_compiled_before_is_counted_where_it_lies(tmp_path: Path) -> No
     for name in ("all", "kept"):
         write_dataset(tmp_path / name, [jobs[0].task], spaces, [job.program for job in jobs], records)
     with pytest.raises(DatasetError, match="h200: only programs compiled for x86 CPUs are counted"):
-        collect_codegen(tmp_path / "all", cpus=[get_device("h200")])
-    compiled = collect_codegen(tmp_path / "all", cpus=[elsewhere])
+        collect_codegen(tmp_path / "all", CONFIG, cpus=[get_device("h200")])
+    compiled = collect_codegen(tmp_path / "all", CONFIG, cpus=[elsewhere])
     both = {(job.program.hash, counts_key(cpu)) for job in jobs for cpu in (device, elsewhere)}
     assert compiled.keys() == both == load_codegen(tmp_path / "all" / "codegen.parquet").keys()
     first, second = ((job.program.hash, counts_key(device)) for job in jobs)
@@ -63,7 +68,8 @@ def test_what_was_compiled_before_is_counted_where_it_lies(tmp_path: Path) -> No
         Rebuilder()(jobs[1].program, jobs[1].task, jobs[1].space), dict(device.target), tmp_path / "p.so"
     )
     cache.keep(first[0], tmp_path / "p.so")
-    found = collect_codegen(tmp_path / "kept", object_cache=tmp_path / "objects")
+    assert collect_codegen(tmp_path / "kept", replace(CONFIG, build_timeout_s=1e-3)) == {}, "given up"
+    found = collect_codegen(tmp_path / "kept", replace(CONFIG, object_cache=str(tmp_path / "objects")))
     assert found[first].tolist() == found[second].tolist() == compiled[second].tolist()
 
 
@@ -74,4 +80,4 @@ def test_programs_are_compiled_for_a_cpu_elsewhere_and_not_measured(tmp_path: Pa
     view, cpus = load_datasets(tmp_path / "a"), [get_device("xeon-cascadelake-2.5ghz@1"), get_device("epyc-7763@1")]
     assert view.records.empty and {*Counter(p.task_hash for p in view.programs.values()).values()} == {2}
     wanted = {(name, counts_key(cpu)) for name in view.programs for cpu in cpus}
-    assert collect_codegen(tmp_path / "a", cpus=cpus[1:]).keys() == wanted
+    assert collect_codegen(tmp_path / "a", CONFIG, cpus=cpus[1:]).keys() == wanted

@@ -106,7 +106,7 @@ def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_me
     assert (pairs["latency_s"] == told).all()
     fitted = prepare(small_config(*LONG), both, taught)
     assert not fitted.arrays.has_code[new].any() and fitted.arrays.has_code[split.train].any()
-    monkeypatch.setattr("cdmpp.predictor.trainer._MEASURED_PER_TAUGHT", 100)
+    monkeypatch.setattr("cdmpp.predictor.trainer._OTHERS_PER_TAUGHT", 100)
     n = len(split.train)
     epochs = [set(np.concatenate(fitted.trainer.epoch_batches(np.random.default_rng(i)))) for i in range(2)]
     assert all(rows > set(range(n)) and len(rows) == n + n // 100 < n + len(new) for rows in epochs)
@@ -123,7 +123,7 @@ def test_the_first_network_learns_what_the_others_say_of_programs_that_nobody_me
 
 
 @pytest.mark.parametrize("spec", ["by_network:heldout=net0;valid=net1;seed=0", "by_task:seed=0"])
-def test_programs_measured_nowhere_teach_where_the_split_trains(counted, trained, spec):
+def test_programs_measured_nowhere_teach_where_the_split_trains(counted, trained, spec, monkeypatch):
     drawn = counted.labels["program"].str.endswith(("3", "4"))
     stored = counted.labels[drawn].set_index("program")["task"].items()
     view = SimpleNamespace(programs={name: SimpleNamespace(task_hash=task, origin="random") for name, task in stored})
@@ -136,6 +136,10 @@ def test_programs_measured_nowhere_teach_where_the_split_trains(counted, trained
     tables = told[told["program"].isin(view.programs)], counted.labels[wanted]
     found, expected = (table.groupby(["program", "device"]).size() for table in tables)
     assert len(found) and found.equals(expected)
+    every = np.concatenate([split.train, told.index[told["program"].isin(view.programs)]])
+    monkeypatch.setattr("cdmpp.predictor.trainer._OTHERS_PER_TAUGHT", 1000)
+    epoch = prepare(small_config(*LONG), both, taught).trainer.epoch_batches(np.random.default_rng(0))
+    assert set(np.concatenate(epoch)) == set(range(len(every))), "these in every epoch"
 
 
 def test_intervals_are_of_the_kind_of_prediction(trained):

@@ -74,8 +74,7 @@ def test_the_best_values_of_a_baseline_make_that_model(data, small, tmp_path):
     result = search(small, data, tmp_path, 2, model="xgboost-ast")
     options = yaml.safe_load((tmp_path / "best.yaml").read_text())
     assert options == result.best and options["name"] == "xgboost-ast"
-    model = make_model(**options)
-    assert model.params["max_depth"] == result.summary["best"]["values"]["params.max_depth"]
+    assert make_model(**options).params["max_depth"] == result.summary["best"]["values"]["params.max_depth"]
 
 
 @pytest.mark.parametrize("name", SEARCHED_MODELS)

@@ -12,22 +12,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cdmpp.cli import main
 from cdmpp.dataset import Dataset
-from cdmpp.dataset.codegen import collect_codegen
+from cdmpp.dataset.codegen import load_codegen
 from cdmpp.device import get_device
 from cdmpp.errors import ProfilerError, TunerError
 from cdmpp.profiler import ray as module
+from cdmpp.profiler.compiled import collect_codegen
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, ObjectBuilder, SharedObject
 from cdmpp.profiler.engine import BuildJob, Engine, Executor, Measured, Outcome, Running
 from cdmpp.profiler.machine import WorkerLost, usable_cores
 from cdmpp.profiler.ray import CORES_VARIABLE, Node, RayExecutor, RayWorker, checked, connect, node_command
-from cdmpp.profiler.session import profile
+from cdmpp.profiler.session import ProfileConfig, profile
 from cdmpp.program.types import Program
 from cdmpp.tuner.tuning import tune_tasks
 from tests.samples.programs import (
@@ -272,10 +272,10 @@ def test_a_dataset_is_collected_and_its_instructions_counted(nodes: Any, tmp_pat
     assert {json.loads(meta)["node"] for meta in records["meta"]} <= {"first", "second"}
     assert {node["name"] for node in dataset.meta["sessions"][0]["nodes"]} == {"first", "second"}
     assert main(["codegen", str(tmp_path), "--ray", nodes.address]) == 0
-    there = collect_codegen(tmp_path)
+    there = load_codegen(tmp_path / "codegen.parquet")
     assert len(there) == len(records)
     (tmp_path / "codegen.parquet").unlink()
-    here = collect_codegen(tmp_path, pool=SimpleNamespace(map=lambda count, items, chunksize: map(count, items)))
+    here = collect_codegen(tmp_path, ProfileConfig(builders=1))
     assert all((here[key] == row).all() for key, row in there.items())
 
 

@@ -60,8 +60,7 @@ def test_tasks_as_they_are(mlp: Path, tmp_path: Path) -> None:
     assert set(dataset.records["origin"]) == {"unscheduled"}
     assert set(dataset.programs) == set(dataset.tasks) == set(Dataset.open(mlp).tasks)
     assert all(program.space_hash is None for program in dataset.programs.values())
-    again = profile(["mlp"], out=tmp_path / "d", config=config, resume=True)
-    assert again.new == 0
+    assert profile(["mlp"], out=tmp_path / "d", config=config, resume=True).new == 0
     # with other programs of the same device in the folder, they are not counted as part of this run
     shutil.copytree(mlp, tmp_path / "both")
     states: list[Progress] = []

@@ -103,8 +103,7 @@ def test_decoders_have_the_parameters_that_are_published(name: str, billions: fl
 def test_a_step_does_two_operations_a_parameter_and_token() -> None:
     decoder = load_decoder("llama-3.1-8b")
     for tp in (1, 2):
-        rows = decoder.step(1, 1, 0, "bfloat16", "bfloat16", tp)
-        table = operator_table(rows)
+        table = operator_table(decoder.step(1, 1, 0, "bfloat16", "bfloat16", tp))
         products = work(table)["matrix"] * table["count"] * (table["op"] == "gemm")
         embedding = 4096 * 128256  # is looked up, not multiplied
         assert products.sum() == pytest.approx(2 * (decoder.weights() - embedding) / tp, rel=1e-3)

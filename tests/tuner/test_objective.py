@@ -23,15 +23,12 @@ def test_forecast_of_known_answer() -> None:
     straight = curve(lambda t: t**-0.3, [10, 20, 40, 60, 80, 100])
     assert straight.gain(60) == pytest.approx(1 - 1.6**-0.3)
     assert straight.gain(0) == 0
-    flat = curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100])
-    assert flat.gain() == 0
-    rising = curve(lambda t: t, [10, 20, 40, 60, 80, 100])
-    assert rising.gain() == 0, "a gain is never negative"
+    assert curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100]).gain() == 0
+    assert curve(lambda t: t, [10, 20, 40, 60, 80, 100]).gain() == 0, "a gain is never negative"
 
 
 def test_forecast_looks_at_the_later_part_and_needs_some_points() -> None:
-    late = curve(lambda t: 100 / t if t < 25 else 4.0, [1, 5, 10, 25, 50, 75, 100])
-    assert late.gain() == 0
+    assert curve(lambda t: 100 / t if t < 25 else 4.0, [1, 5, 10, 25, 50, 75, 100]).gain() == 0
     assert curve(lambda t: 1.0, [10, 20, 30]).gain() is None
     assert Curve().gain() is None
     assert curve(lambda t: 1.0, [10.0] * 6).gain() is None, "no time has passed"
@@ -58,10 +55,8 @@ def test_limits(limits: dict[str, Any], costs: Costs, reason: str | None) -> Non
 
 def test_stopping_when_little_more_is_expected() -> None:
     objective = Objective(100, least_gain_per_minute=0.01)
-    steep = curve(lambda t: 10 - math.log(t), [10, 20, 40, 60, 80, 100])
-    assert objective.reached(Costs(), steep) is None
-    flat = curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100])
-    assert "another minute" in str(objective.reached(Costs(), flat))
+    assert objective.reached(Costs(), curve(lambda t: 10 - math.log(t), [10, 20, 40, 60, 80, 100])) is None
+    assert "another minute" in str(objective.reached(Costs(), curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100])))
     assert objective.reached(Costs(), Curve()) is None, "nothing tells yet"
 
 

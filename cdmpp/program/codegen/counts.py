@@ -62,17 +62,6 @@ def require_decoder() -> None:
         raise CdmppError(f"counting instructions needs iced-x86 and pyelftools: install cdmpp[tvm] ({err})") from err
 
 
-def compiled_features(func: Any, device: Device, keep: Callable[[Path], None] | None = None) -> NDArray[np.float32]:
-    """Counts of a PrimFunc compiled for a CPU, float32 (len(CODEGEN_FEATURES),); errors as TVM's, and as of
-    :func:`codegen_features`. ``keep`` is given the object before it is deleted."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "program.so"
-        compile_to_shared_object(func, dict(device.target), path)
-        if keep is not None:
-            keep(path)
-        return codegen_features(path, core_of(core_name(device)))
-
-
 def instruction_counts(
     programs: Sequence[Any], device: Device, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> NDArray[np.float32]:
@@ -94,13 +83,16 @@ def instruction_counts(
         raise ProgramError("a CompactAST cannot be compiled: expected a PrimFunc or an IRModule")
     funcs = [prim_func(program) for program in programs]
     rows = np.full((len(programs), len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
-    for number, func in enumerate(funcs):
-        progress(number, len(funcs))
-        try:
-            rows[number] = compiled_features(func, device)
-        except (CdmppError, RuntimeError) as err:
-            reason = str(err).strip().splitlines()[-1:] or [type(err).__name__]
-            logger.warning("program %d of %d does not compile: %s", number + 1, len(programs), reason[0])
+    target, core = dict(device.target), core_of(core_name(device))
+    with tempfile.TemporaryDirectory() as folder:
+        for number, func in enumerate(funcs):
+            progress(number, len(funcs))
+            try:
+                compile_to_shared_object(func, target, path := Path(folder) / f"{number}.so")
+                rows[number] = codegen_features(path, core)
+            except (CdmppError, RuntimeError) as err:
+                reason = str(err).strip().splitlines()[-1:] or [type(err).__name__]
+                logger.warning("program %d of %d does not compile: %s", number + 1, len(programs), reason[0])
     return rows
 
 

@@ -164,8 +164,7 @@ def test_a_half_made_bundle_goes_on_where_it_was(source: Path, tmp_path: Path) -
         make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
     built: list[int] = []
     options = {"resume": True, "progress": lambda p: built.append(p.done)}
-    report = make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source, **options)
-    assert report.statuses["ok"] == 4
+    assert make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source, **options).statuses["ok"] == 4
     assert built[0] >= 2, "nothing is built twice"
 
 

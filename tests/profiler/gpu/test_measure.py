@@ -52,8 +52,7 @@ def test_resume_measures_nothing_twice(tmp_path: Path) -> None:
     assert set(Dataset.open(out).records["task"].value_counts()) == {2}, "a limit is even over the tasks"
     with pytest.raises(DatasetError, match="--resume"):
         measure(bundle, out=out, config=config_of())
-    stopped = measure(bundle, out=out, config=config_of(max_seconds=0.0), resume=True)
-    assert stopped.new == 1
+    assert measure(bundle, out=out, config=config_of(max_seconds=0.0), resume=True).new == 1
     assert [measure(bundle, out=out, config=config_of(), resume=True).new for _ in range(2)] == [19, 0]
     records = Dataset.open(out).records
     assert len(records) == 30 and not records.duplicated(["program", "device"]).any()

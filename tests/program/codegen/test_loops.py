@@ -83,8 +83,7 @@ def test_addresses_move_with_the_loops_around_them() -> None:
     # a copy of the counter moves as the counter does, and what is computed from what is loaded is not known
     copied = nest.replace("mov %rdi,%rdx", "mov %rdi,%rdx; mov %rcx,%r8").replace("%rsi,%rcx,8", "%rsi,%r8,8")
     assert steps_of(copied)[1] == {32: (32, 512), 4: (0, 8)}
-    loaded = nest.replace("mov %rdi,%rdx", "mov (%rdi),%rdx")
-    assert steps_of(loaded)[1] == {32: (32, None), 4: (0, 8)}
+    assert steps_of(nest.replace("mov %rdi,%rdx", "mov (%rdi),%rdx"))[1] == {32: (32, None), 4: (0, 8)}
 
 
 def test_lines_that_a_nest_fetches() -> None:
