@@ -119,7 +119,7 @@ class AttentionPooling(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self._heads = heads
-        self.score = nn.Linear(dim, heads)
+        self.score = nn.Linear(dim, heads, bias=False)  # the softmax would take one away
 
     def forward(self, leaves: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
         """(batch, length, dim) and its mask -> (batch, dim)."""
