@@ -137,7 +137,8 @@ def test_programs_for_a_cpu_are_compiled_and_predicted_from_their_instructions(b
     from_asts = predict_latency(branches, device, compile_best=0)
     assert from_asts.latency_s != report.latency_s and len(report.assumptions) > len(from_asts.assumptions)
     of_best = [predict_latency(branches, device, schedule="best", compile_best=n).latency_s for n in (1, 8)]
-    assert of_best[1] <= of_best[0] < report.latency_s, "the best of more that are compiled is no slower"
+    # the same program in a batch of another size differs by float32's rounding
+    assert of_best[1] * (1 - 1e-6) <= of_best[0] < report.latency_s, "the best of more that are compiled is no slower"
 
 
 def test_branches_run_at_the_same_time_on_a_gpu(branches: NetworkTasks) -> None:
