@@ -17,13 +17,12 @@ from cdmpp.errors import DatasetError, ProfilerError
 from cdmpp.profiler.cpu import ObjectBuilder
 from cdmpp.profiler.engine import BuildJob, BuildOnly, Engine, Executor, Outcome, add_program
 from cdmpp.profiler.plan import TaskPlan, network_tasks
-from cdmpp.profiler.session import Progress, Report, Session, refuse_to_replace
+from cdmpp.profiler.session import ProfileConfig, Progress, Report, Session, refuse_to_replace
 from cdmpp.program.codegen import is_counted
 from cdmpp.program.codegen.core import counts_key
 from cdmpp.program.codegen.counts import require_decoder
 
 if TYPE_CHECKING:
-    from cdmpp.profiler.session import ProfileConfig
     from cdmpp.program.network import Network
 
 logger = logging.getLogger(__name__)
@@ -80,13 +79,12 @@ def collect_codegen(
 
     A program that does not compile is left out. ``progress`` is called with the numbers of programs done and wanted.
     DatasetError: no dataset in the folder, another device, or the file cannot be written; CdmppError: what decodes
-    instructions is not installed; ProfilerError: no such cluster."""
+    instructions is not installed; ProfilerError: no such cluster, or the disk is full."""
     require_decoder()
     if others := [cpu.name for cpu in cpus if not is_counted(cpu)]:
         raise DatasetError(f"{', '.join(others)}: only programs compiled for x86 CPUs are counted")
     view, counts = load_datasets(folder), _counts_in(folder)
-    wanted: list[tuple[Device, list[str]]] = []
-    known = {*counts}
+    wanted, known = list[tuple[Device, list[str]]](), {*counts}
     labels, never = view.labels(None), sorted(view.programs.keys() - set(view.records["program"]))
     groups = [(view.devices[str(name)], table["program"]) for name, table in labels.groupby("device", observed=True)]
     for device, programs in [*groups, *((cpu, [*labels["program"].unique(), *never]) for cpu in cpus)]:
@@ -106,12 +104,13 @@ def collect_codegen(
     for device, names in wanted:
         programs = (view.programs[name] for name in names)
         jobs = (BuildJob(p, view.task_of(p), view.spaces.get(p.space_hash or "")) for p in programs)
-        for outcome in _compiled(device, jobs, config, Path(folder) / CODEGEN_FILE, counts, executor):
-            done += 1
-            if outcome.status != "ok":
-                logger.warning("program %s has no counts: %s", outcome.job.program.hash, outcome.error)
-            if progress is not None:
-                progress(done, total)
+        with closing(_compiled(device, jobs, config, Path(folder) / CODEGEN_FILE, counts, executor)) as outcomes:
+            for outcome in outcomes:
+                done += 1
+                if outcome.status != "ok":
+                    logger.warning("program %s has no counts: %s", outcome.job.program.hash, outcome.error)
+                if progress is not None:
+                    progress(done, total)
     return counts
 
 
