@@ -85,10 +85,11 @@ def instruction_counts(
     rows = np.full((len(programs), len(CODEGEN_FEATURES)), np.nan, dtype=np.float32)
     target, core = dict(device.target), core_of(core_name(device))
     with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.so"
         for number, func in enumerate(funcs):
             progress(number, len(funcs))
             try:
-                compile_to_shared_object(func, target, path := Path(folder) / f"{number}.so")
+                compile_to_shared_object(func, target, path)
                 rows[number] = codegen_features(path, core)
             except (CdmppError, RuntimeError) as err:
                 reason = str(err).strip().splitlines()[-1:] or [type(err).__name__]
