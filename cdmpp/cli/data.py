@@ -251,7 +251,8 @@ def _codegen(args: ui.Namespace, console: Console, errors: Console) -> Any:
 
     summary: dict[str, int] = {}
     cpus = [get_device(name.strip()) for name in args.device.split(",") if name.strip()]
-    config = ui.settings(args, ProfileConfig)
+    # a cluster builds on all of its nodes
+    config = ui.settings(args, ProfileConfig, builders=args.builders if args.ray is None else None)
     for folder in args.data:
         with ui.Bar(errors, f"programs of {folder} without counts") as bar:
             summary[folder] = len(collect_codegen(folder, config, bar.update, cpus))

@@ -44,6 +44,7 @@ def compile_programs(
     """Draw random programs of networks' tasks, compile them for an x86 CPU, which need not be here, and count their
     instructions: a dataset without records, for ``data.unmeasured``. Arguments and errors as of
     :func:`~cdmpp.profiler.session.profile`."""
+    require_decoder()
     path, cpu = Path(out), get_device(device)
     if not is_counted(cpu):
         raise ProfilerError(f"{cpu.name}: only programs compiled for x86 CPUs are counted")
@@ -94,8 +95,9 @@ def collect_codegen(
             logger.warning("%s: only programs compiled for x86 CPUs are counted", device.name)
             continue
         code = counts_key(device)
-        wanted.append((device, [str(digest) for digest in programs if (str(digest), code) not in known]))
-        known |= {(digest, code) for digest in wanted[-1][1]}
+        if names := [str(digest) for digest in programs if (str(digest), code) not in known]:
+            wanted.append((device, names))
+            known |= {(name, code) for name in names}
     executor, done, total = None, 0, sum(len(names) for _, names in wanted)
     if config.ray is not None:
         from cdmpp.profiler.ray import connect

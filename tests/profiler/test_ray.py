@@ -262,7 +262,7 @@ def nodes() -> Iterator[Any]:
     cluster.shutdown()
 
 
-def test_a_dataset_is_collected_and_its_instructions_counted(nodes: Any, tmp_path: Path) -> None:
+def test_a_dataset_is_collected_and_its_instructions_counted(nodes: Any, tmp_path: Path, monkeypatch) -> None:
     config = replace(QUICK_PROFILE, programs_per_task=1, workers="auto", builders=None, ray=nodes.address)
     report = profile(["mlp"], out=tmp_path, config=config)
     dataset = Dataset.open(tmp_path)
@@ -271,7 +271,9 @@ def test_a_dataset_is_collected_and_its_instructions_counted(nodes: Any, tmp_pat
     assert records["program"].is_unique and set(records["device"]) == {get_device("this-cpu@1").name}
     assert {json.loads(meta)["node"] for meta in records["meta"]} <= {"first", "second"}
     assert {node["name"] for node in dataset.meta["sessions"][0]["nodes"]} == {"first", "second"}
-    assert main(["codegen", str(tmp_path), "--ray", nodes.address]) == 0
+    asked: list[int | None] = []
+    monkeypatch.setattr(RayExecutor, "builder_count", lambda self, n: asked.append(n) or 2)
+    assert main(["codegen", str(tmp_path), "--ray", nodes.address]) == 0 and asked == [None], "on all nodes"
     there = load_codegen(tmp_path / "codegen.parquet")
     assert len(there) == len(records)
     (tmp_path / "codegen.parquet").unlink()
