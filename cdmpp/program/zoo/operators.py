@@ -3,7 +3,8 @@
 A predictor learns of a task from tasks like it. Networks at more sizes bring more of what they have already; here are pools,
 norms, gates, attention, dilated, grouped and transposed convolutions, reductions and moves of data, of odd and prime extents
 and batches of 1 to 64. A draw is its number: the same one gives the same operators everywhere. Numbers from 1,001 on draw
-recurrent layers, batched products and fused attention, those from 2,001 on convolutions of signals, which came later.
+recurrent layers, batched products and fused attention, those from 2,001 on convolutions of signals, those from 3,001 on pools
+and convolutions with ReLU, whose windows need not be square; these came later.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch.nn import functional as F
 
 from cdmpp.program.zoo import TensorSpec
 
-#: Operators of a draw, and the first numbers that draw :meth:`_Draw.of_sequences` and :meth:`_Draw.signal`.
-_OPERATORS, _OF_SEQUENCES, _OF_SIGNALS = 50, 1001, 2001
+#: Operators of a draw, and the first numbers that draw :meth:`_Draw.of_sequences`, :meth:`_Draw.signal`, :meth:`_Draw.window`.
+_OPERATORS, _OF_SEQUENCES, _OF_SIGNALS, _OF_WINDOWS = 50, 1001, 2001, 3001
 #: Most elements of a tensor, and most multiply-adds of an operator: some tens of milliseconds on a core.
 _MOST_ELEMENTS, _MOST_WORK = 1 << 21, 3e8
 
@@ -48,7 +49,8 @@ class Operators(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         draw = _Draw(np.random.default_rng([20261123, number]))
-        of = draw.signal if number >= _OF_SIGNALS else draw.of_sequences if number >= _OF_SEQUENCES else draw.operator
+        firsts = {_OF_WINDOWS: draw.window, _OF_SIGNALS: draw.signal, _OF_SEQUENCES: draw.of_sequences, 0: draw.operator}
+        of = next(of for first, of in firsts.items() if number >= first)
         drawn = [of() for _ in range(_OPERATORS)]
         self.operators = nn.ModuleList(module for module, _ in drawn)
         self.shapes = [shapes for _, shapes in drawn]
@@ -179,6 +181,19 @@ class _Draw:
                 break
         return self.epilogue(shape, nn.Conv1d(before, after, kernel, stride))
 
+    def window(self) -> _Operator:
+        """A pool, or a dense convolution with bias and ReLU, over images as networks have them."""
+        while True:
+            shape, after, stride = self.image(self.between(3, 1024), 7, 224), self.between(8, 512), self.one_of((1, 1, 2))
+            long = self.one_of((1, 1, 3, 3, 5, 7))
+            kernel = self.one_of(((long, long), (long, long), (1, long), (long, 1)))
+            outputs = shape[0] * after * shape[2] * shape[3] / stride**2
+            if outputs * shape[1] * np.prod(kernel) <= _MOST_WORK and max(outputs, np.prod(shape)) <= _MOST_ELEMENTS:
+                break
+        if self.rng.random() < 0.5:
+            return self.pool_layer(), [shape]
+        return nn.Sequential(nn.Conv2d(shape[1], after, kernel, stride, [n // 2 for n in kernel]), nn.ReLU()), [shape]
+
     def transposed(self) -> _Operator:
         """A transposed convolution."""
         while True:
@@ -262,14 +277,19 @@ class _Draw:
         return _Call(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)), [q, k, k]
 
     def pool(self) -> _Operator:
+        """Maximum or mean over windows, perhaps with more behind it."""
+        return self.epilogue(self.image(low=8), self.pool_layer())
+
+    def pool_layer(self) -> nn.Module:
         """Maximum or mean over windows."""
-        shape, kernel = self.image(low=8), self.one_of((2, 2, 3, 3, 3, 5, 7))
+        kernel = self.one_of((2, 2, 3, 3, 3, 5, 7))
         stride, padding = self.one_of((1, 2, 2, kernel)), self.one_of((0, kernel // 2))
         layers: Sequence[nn.Module] = (
             nn.MaxPool2d(kernel, stride, padding),
             nn.AvgPool2d(kernel, stride, padding, count_include_pad=self.rng.random() < 0.5),
         )
-        return self.epilogue(shape, self.one_of(layers))
+        layer: nn.Module = self.one_of(layers)
+        return layer
 
     def global_pool(self) -> _Operator:
         """Mean over windows that make an image of a given size."""
