@@ -270,12 +270,6 @@ def _compute_capability(device: Device) -> float | None:
     return int(digits) / 10
 
 
-def _volta_or_later(device: Device) -> bool:
-    """NVIDIA's libraries have other kernels from Volta on (NVIDIA, Volta tuning guide: one L1 and shared memory, threads
-    that are scheduled by themselves): products of matrices that share no tile size or stride limit with Pascal's."""
-    return (_compute_capability(device) or 0.0) >= 7.0
-
-
 def _matrix_peak(device: Device) -> float | None:
     # not of 4 bits, which the weights that ship were not trained with
     peaks = [p for name, p in device.peak_gflops.items() if name.endswith("_matrix") and "float4" not in name]
@@ -295,7 +289,9 @@ _COMPUTED: dict[str, Callable[[Device], float | None]] = {
     "is_nvidia": lambda d: d.vendor == "nvidia",
     "is_amd": lambda d: d.vendor == "amd",
     "compute_capability": _compute_capability,
-    "volta_or_later": _volta_or_later,
+    # NVIDIA's libraries have other kernels from Volta on: products of matrices that share no tile size or stride limit with
+    # Pascal's (NVIDIA, Volta tuning guide: one L1 and shared memory, threads that are scheduled by themselves)
+    "volta_or_later": lambda d: (_compute_capability(d) or 0.0) >= 7.0,
 }
 
 #: Names of the device features, in the order of the vector. Raw and positive, so that a logarithm suits all but the flags;

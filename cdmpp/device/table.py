@@ -122,7 +122,8 @@ def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
     vendor, arch, wanted = _microarchitecture(facts)
     nominal_mhz = _nominal_mhz(facts)
     clock = f"-{nominal_mhz / 1000:.3g}ghz" if nominal_mhz else ""
-    brand = _brand(facts.model_name)
+    model = facts.model_name.lower().replace("(r)", " ").replace("(tm)", " ")
+    brand = next((brand for brand in _BRANDS if re.search(rf"(?<!-)\b{brand}\b", model)), "")
     name = "-".join(part for part in (brand, arch) if part and part != vendor) or "cpu"
     x86 = facts.machine in ("x86_64", "AMD64")
     bits = 512 if "avx512f" in facts.flags else 256 if "avx" in facts.flags else 128
@@ -212,11 +213,6 @@ def _nominal_mhz(facts: CpuFacts) -> float | None:
     virtual_mhz = facts.current_mhz if "hypervisor" in facts.flags else None
     mhz = facts.base_mhz or virtual_mhz or facts.max_mhz or facts.current_mhz
     return round(mhz, -1) if mhz else None
-
-
-def _brand(model_name: str) -> str:
-    name = model_name.lower().replace("(r)", " ").replace("(tm)", " ")
-    return next((brand for brand in _BRANDS if re.search(rf"(?<!-)\b{brand}\b", name)), "")
 
 
 def _caches(folder: Path) -> dict[str, float]:
@@ -539,11 +535,7 @@ def overlay(known: Device, row: Device) -> Device:
     return united
 
 
-@functools.cache
-def _shipped_rows() -> tuple[Device, ...]:
-    return tuple(read_device_file(_SHIPPED))
-
-
+_shipped_rows = functools.cache(lambda: tuple(read_device_file(_SHIPPED)))
 _this_cpu = functools.cache(detect_cpu)
 
 

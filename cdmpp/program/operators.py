@@ -285,7 +285,7 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
 
 def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """One row of an operator list as a row of a table."""
-    given = {name: value for name, value in row.items() if not _missing(value)}
+    given = {k: v for k, v in row.items() if (len(v) if np.ndim(v) else not (pd.isna(v) or v == ""))}
     op = str(given.get("op", "")).strip().lower()
     count = given.get("count", 1)
     if isinstance(count, str) or not np.isfinite(count) or count < 0:
@@ -316,10 +316,6 @@ def operator_text(row: Mapping[str, Any]) -> str:
     else:
         text = " x ".join(size[name] for name in OPERATORS[row["op"]])
     return f"{row['op']} {text} {row['dtype']}"
-
-
-def _missing(value: Any) -> bool:
-    return len(value) == 0 if np.ndim(value) else bool(pd.isna(value) or value == "")
 
 
 def _lengths(value: Any, name: str) -> list[int]:

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from cdmpp.program.zoo import TensorSpec
 
-#: Operators of a draw, and the first numbers that draw :meth:`_Draw.of_sequences`, :meth:`_Draw.signal`, :meth:`_Draw.window`.
-_OPERATORS, _OF_SEQUENCES, _OF_SIGNALS, _OF_WINDOWS = 50, 1001, 2001, 3001
+#: Operators of a draw.
+_OPERATORS = 50
 #: Most elements of a tensor, and most multiply-adds of an operator: some tens of milliseconds on a core.
 _MOST_ELEMENTS, _MOST_WORK = 1 << 21, 3e8
 
@@ -49,8 +49,8 @@ class Operators(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         draw = _Draw(np.random.default_rng([20261123, number]))
-        firsts = {_OF_WINDOWS: draw.window, _OF_SIGNALS: draw.signal, _OF_SEQUENCES: draw.of_sequences, 0: draw.operator}
-        of = next(of for first, of in firsts.items() if number >= first)
+        kinds = ((3001, draw.window), (2001, draw.signal), (1001, draw.of_sequences), (0, draw.operator))
+        of = next(of for first, of in kinds if number >= first)
         drawn = [of() for _ in range(_OPERATORS)]
         self.operators = nn.ModuleList(module for module, _ in drawn)
         self.shapes = [shapes for _, shapes in drawn]
@@ -184,15 +184,14 @@ class _Draw:
     def window(self) -> _Operator:
         """A pool, or a dense convolution with bias and ReLU, over images as networks have them."""
         while True:
-            shape, after, stride = self.image(self.between(3, 1024), 7, 224), self.between(8, 512), self.one_of((1, 1, 2))
-            long = self.one_of((1, 1, 3, 3, 5, 7))
+            shape, after = self.image(self.between(3, 1024), 7, 224), self.between(8, 512)
+            stride, long = self.one_of((1, 1, 2)), self.one_of((1, 1, 3, 3, 5, 7))
             kernel = self.one_of(((long, long), (long, long), (1, long), (long, 1)))
             outputs = shape[0] * after * shape[2] * shape[3] / stride**2
             if outputs * shape[1] * np.prod(kernel) <= _MOST_WORK and max(outputs, np.prod(shape)) <= _MOST_ELEMENTS:
                 break
-        if self.rng.random() < 0.5:
-            return self.pool_layer(), [shape]
-        return nn.Sequential(nn.Conv2d(shape[1], after, kernel, stride, [n // 2 for n in kernel]), nn.ReLU()), [shape]
+        layer = nn.Sequential(nn.Conv2d(shape[1], after, kernel, stride, [n // 2 for n in kernel]), nn.ReLU())
+        return self.pool_layer() if self.rng.random() < 0.5 else layer, [shape]
 
     def transposed(self) -> _Operator:
         """A transposed convolution."""
