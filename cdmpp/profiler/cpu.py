@@ -6,7 +6,7 @@ State that a label depends on, and how it is fixed here:
   system allows it, so that builders on the same core wait.
 * **First touch**: arguments are allocated and filled with random numbers by this process, on its cores, before the first run.
 * **Caches**: warm. Each sample is one untimed run (unless one takes over 20 ms), then as many timed runs as fill
-  ``SamplingPlan.min_sample_s``.
+  ``SamplingPlan.min_sample_s``, half of them with the stack 16 bytes lower.
 * **Interleaving**: the samples of a batch of programs are taken in turn (A B C A B C ...), so that a slow disturbance hits all
   of them and is seen by the split-half difference.
 * **Disturbance**: a sample counts if a :class:`~cdmpp.profiler.machine.Sentinel` finds the core undisturbed before and after it
@@ -38,6 +38,7 @@ from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import engine, machine
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.program import import_tvm, structural_hash
+from cdmpp.program.ast import extension
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Task
 
@@ -56,6 +57,9 @@ _SENTINEL_SAMPLES = 3
 #: From here on a run is timed from Python (2 us of overhead) without an untimed run before it: refilling the
 #: caches is a vanishing part of it, and the untimed run would double the cost.
 _LONG_RUN_S = 0.02
+#: Stacks, and temporary arrays on them, differ between processes by multiples of 16 bytes; at every other one vectors cross
+#: lines. So both are sampled: bytes by which the stack is lower.
+_STACKS = (16, 32)
 
 #: Drift is relative to this quantile of the sentinel times so far: disturbances only add time.
 _BASELINE_QUANTILE = 0.1
@@ -150,7 +154,7 @@ class LoadedProgram:
         if self.plan.repeats(run_s) > 20:
             # Calls from Python cost some 2 us; short programs are gauged inside the runtime.
             run_s = self.module.time_evaluator("main", tvm.cpu(0), number=10)(*self.args).mean
-        self.repeats = self.plan.repeats(run_s)
+        self.repeats = self.plan.repeats(len(_STACKS) * run_s)
         if run_s < _LONG_RUN_S:
             self._timer = self.module.time_evaluator("main", tvm.cpu(0), number=self.repeats)
 
@@ -160,12 +164,15 @@ class LoadedProgram:
         return time.perf_counter() - started
 
     def sample(self) -> None:
-        """One sample: an untimed run, then the mean of `repeats` runs."""
+        """One sample: at both positions of the stack an untimed run, then the mean of `repeats` runs."""
         calm, waited_s = self.sentinel.wait(max(0.0, self.plan.max_wait_s - self.waited_s))
         self.waited_s += waited_s
         started, before = time.perf_counter(), machine.preemptions()
-        # time_evaluator makes one untimed call before it starts its clock.
-        value = self._run_once() if self._timer is None else self._timer(*self.args).mean
+        if self._timer is None:
+            value = self._run_once()
+        else:  # which makes one untimed call before it starts its clock
+            values = [extension().on_lower_stack(lambda: self._timer(*self.args).mean, lower) for lower in _STACKS]
+            value = sum(values) / len(values)
         calm = calm and machine.preemptions() == before and self.sentinel.calm()
         (self.calm if calm else self.disturbed).append(value)
         elapsed_s = time.perf_counter() - started
@@ -180,9 +187,7 @@ class LoadedProgram:
     @property
     def wants_more(self) -> bool:
         taken = len(self.calm) + len(self.disturbed)
-        if taken >= 2 and self.spent_s >= self.plan.max_measure_s:
-            return False
-        if self.clearly_slower:
+        if self.clearly_slower or (taken >= 2 and self.spent_s >= self.plan.max_measure_s):
             return False
         patient = self.waited_s < self.plan.max_wait_s and self.sentinel.patient
         if taken >= max(2, self.plan.min_samples // 2) and self.disturbed and not patient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,3 +196,15 @@ def test_measuring_again_is_given_up_where_it_does_not_help() -> None:
         attempts.append(measurer.outcomes.popleft().meta["attempts"])
     assert attempts[:5] == [3] * 5
     assert attempts[-5:] == [1] * 5
+
+
+def test_a_sample_is_the_mean_over_two_stacks_that_differ_by_16_bytes() -> None:
+    def run() -> SimpleNamespace:
+        ctypes.CDLL(None).getcontext(context := ctypes.create_string_buffer(2048))
+        pointers.append(int.from_bytes(context.raw[160:168], "little"))  # where x86-64's ucontext_t has it
+        return SimpleNamespace(mean=float(pointers[-1]))
+
+    pointers, program = list[int](), loaded([True] * 9, SamplingPlan())
+    program.args, program._timer = (), run
+    program.sample()
+    assert pointers[0] == pointers[1] + 16 and program.calm == [pointers[1] + 8]

@@ -72,8 +72,7 @@ def test_shapes_and_pre_order_positions(text: str, positions: list[int], n_nodes
     assert tree.leaves.shape == (len(positions), len(LEAF_FEATURES)) and np.isfinite(tree.leaves).all()
     assert (tree.leaves.dtype, tree.positions.dtype) == (np.float32, np.int32)
     assert (tree.positions.tolist(), tree.n_nodes, tree.n_leaves) == (positions, n_nodes, len(positions))
-    module = compact_ast(tvm.IRModule({"main": parse(text)}))
-    assert (module.leaves == tree.leaves).all()
+    assert (compact_ast(tvm.IRModule({"main": parse(text)})).leaves == tree.leaves).all()
 
 
 def known(text: str, leaf: int, **features: float) -> tuple[str, int, dict[str, float]]:

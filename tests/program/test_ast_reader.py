@@ -155,9 +155,9 @@ def test_what_is_no_program_is_named() -> None:
 @pytest.fixture
 def another_process() -> Iterator[None]:
     """The extension is not loaded, as in a process that begins."""
-    reader._reader.cache_clear()
+    reader.extension.cache_clear()
     yield
-    reader._reader.cache_clear()
+    reader.extension.cache_clear()
 
 
 @pytest.mark.usefixtures("another_process")

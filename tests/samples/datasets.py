@@ -39,8 +39,7 @@ def record(number: int, of_task: int = 1, device: str = DEVICE, latency_s: float
 
 def failure(number: int, of_task: int = 1, status: str = "build_error", device: str = DEVICE) -> Record:
     """A failed record."""
-    key = program(number, of_task).hash
-    return Record(key, device, status, error=f"{status}: no", measured_at=1.7e9 + number)
+    return Record(program(number, of_task).hash, device, status, error=f"{status}: no", measured_at=1.7e9 + number)
 
 
 def add_all(dataset: Dataset, number: int, of_task: int = 1, networks: dict[str, float] | None = None) -> None:

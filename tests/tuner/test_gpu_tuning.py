@@ -101,8 +101,7 @@ def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:
         assert report.untuned_s == pytest.approx(gpu_latency_s(default), rel=0.01)
     entries = json_database(out).get_all_tuning_records()
     assert len(entries) == len(ok)
-    replayed = {structural_hash_of(entry) for entry in entries}
-    assert replayed == set(ok["program"])
+    assert {structural_hash_of(entry) for entry in entries} == set(ok["program"])
     assert {(str(e.target.kind.name), str(e.target.attrs["arch"])) for e in entries} == {("cuda", "sm_90")}
 
 
@@ -120,8 +119,7 @@ def test_a_task_without_a_default_schedule_is_tuned_all_the_same(tmp_path, monke
 
 
 def test_the_default_schedule_is_what_stays_where_nothing_is_faster(tmp_path: Path) -> None:
-    task = matmul_task(32)
-    tuner = TaskTuner(task, get_device("h200"), 1)
+    tuner = TaskTuner(matmul_task(32), get_device("h200"), 1)
     job = tuner.untuned()
     assert job is not None and job.space is not None
     script = {job.program.hash: {"run_s": 1e-7}}

@@ -61,8 +61,7 @@ def test_without_the_device_the_nearest_ones_schedules_are_first(tmp_path: Path,
 def test_what_another_tvm_kept_is_passed_over_with_one_line(tmp_path: Path, cache: Path) -> None:
     tuned(FakeEngine(), tmp_path / "a", 6)
     (path,) = cache.iterdir()
-    text = path.read_text()
-    content = json.loads(text)
+    content = json.loads(path.read_text())
     for bad in ({**content, "tvm": "0.1"}, {**content, "programs": [{}]}):
         path.write_text(json.dumps(bad))
         said: list[str] = []

@@ -38,8 +38,7 @@ def programs(n: int, seed: int = 0) -> tuple[list[CompactAST], np.ndarray]:
 
 
 def error(model: OnlineModel, task: str, asts: list[CompactAST], label_s: np.ndarray) -> float:
-    predicted = model.predict(task, model.prior.encode(asts))
-    return float(np.mean(np.abs(np.log(predicted / label_s))))
+    return float(np.mean(np.abs(np.log(model.predict(task, model.prior.encode(asts)) / label_s))))
 
 
 def taught(model: OnlineModel, task: str, asts: list[CompactAST], label_s: np.ndarray) -> OnlineModel:

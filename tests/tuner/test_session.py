@@ -245,8 +245,7 @@ def test_a_database_of_another_tvm_is_refused(tmp_path: Path) -> None:
     tuned(FakeEngine(), tmp_path / "a", 6)
     other = tmp_path / "other"
     other.mkdir()
-    workload = (tmp_path / "a" / WORKLOAD_FILE).read_text()
-    (other / WORKLOAD_FILE).write_text(workload)
+    (other / WORKLOAD_FILE).write_text((tmp_path / "a" / WORKLOAD_FILE).read_text())
     lines = (tmp_path / "a" / RECORD_FILE).read_text()
     # an instruction that this TVM does not have
     (other / RECORD_FILE).write_text(lines.replace('"SampleCategorical"', '"SampleFromAnotherVersion"'))
@@ -263,8 +262,7 @@ def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CostModel._cls, "interval_s", interval_s)
     engine = FakeEngine()
-    report = tuned(engine, tmp_path / "t", 36, options={"trim": 0.9})
-    costs = report.costs
+    costs = tuned(engine, tmp_path / "t", 36, options={"trim": 0.9}).costs
     assert costs.dropped > 0 and costs.measurements + costs.dropped == costs.trials
     assert 0 < costs.saved_s <= costs.dropped * 0.6 + 1e-9
     latencies = [made_up_latency_s(h) for h in engine.measured]

@@ -283,8 +283,7 @@ def test_what_will_not_run_is_not_measured(tmp_path: Path, oracle: Oracle, cost_
     assert report.costs.failures == 0 and report.costs.measurements > 12
     assert report.costs.trials == 24
     if cost_model == "random":
-        without = tuned(FailingEngine(small), tmp_path / "without", 24, options=options)
-        assert without.costs.failures >= 4
+        assert tuned(FailingEngine(small), tmp_path / "without", 24, options=options).costs.failures >= 4
 
 
 def test_the_first_round_is_the_guards_choice(tmp_path: Path, oracle: Oracle, tuner: TaskTuner) -> None:
@@ -332,8 +331,7 @@ def test_scores_of_the_unlikely_are_0_and_never_negative(tuner: TaskTuner) -> No
     measures = [c.measure for c in candidates]
     p = guard.probability(measures)
     assert set(np.round(p, 2)) == {0.05, 0.95}
-    scores = guard.scores(measures, np.full(24, -0.1))
-    assert (scores == 0).all()
+    assert (guard.scores(measures, np.full(24, -0.1)) == 0).all()
 
     class Ones:
         def predict(self, context: Any, candidates: Any) -> Any:

@@ -383,7 +383,7 @@ def prim_func(func: Any) -> Any:
 
 def _chunk(funcs: Sequence[Any], first: int) -> list[CompactAST]:
     """ASTs of some of the programs; ``first`` is the number of the first for messages, -1 for none."""
-    reader = _reader()
+    reader = extension()
     prim_funcs = []
     for number, func in enumerate(funcs, first):
         try:
@@ -411,8 +411,8 @@ def _chunk(funcs: Sequence[Any], first: int) -> list[CompactAST]:
 
 
 @lru_cache(maxsize=1)
-def _reader() -> Any:
-    """The functions of the extension (``native/reader.cc``)."""
+def extension() -> Any:
+    """The functions of the C++ extension (``native/reader.cc``; CdmppError: it was not built, or for another version)."""
     import_tvm()  # the extension asks TVM for its nodes
     import tvm_ffi
 

@@ -279,16 +279,12 @@ class _Draw:
         """Maximum or mean over windows, perhaps with more behind it."""
         return self.epilogue(self.image(low=8), self.pool_layer())
 
-    def pool_layer(self) -> nn.Module:
+    def pool_layer(self) -> Any:
         """Maximum or mean over windows."""
         kernel = self.one_of((2, 2, 3, 3, 3, 5, 7))
         stride, padding = self.one_of((1, 2, 2, kernel)), self.one_of((0, kernel // 2))
-        layers: Sequence[nn.Module] = (
-            nn.MaxPool2d(kernel, stride, padding),
-            nn.AvgPool2d(kernel, stride, padding, count_include_pad=self.rng.random() < 0.5),
-        )
-        layer: nn.Module = self.one_of(layers)
-        return layer
+        mean = nn.AvgPool2d(kernel, stride, padding, count_include_pad=self.rng.random() < 0.5)
+        return self.one_of((nn.MaxPool2d(kernel, stride, padding), mean))
 
     def global_pool(self) -> _Operator:
         """Mean over windows that make an image of a given size."""

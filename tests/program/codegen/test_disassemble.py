@@ -58,8 +58,7 @@ def test_what_instructions_read_write_and_change() -> None:
     add, store, divide, call, move = code(
         "add 0x8(%rsp),%eax\nvmovups %zmm0,-0x4(%rdi,%rcx,4){%k1}\nidivl (%rdi)\ncall f\ncmovl %rcx,%rdx"
     )
-    slot = Address("rsp", displacement=8)
-    assert add.operands == (Register("rax", 32), slot) and add.memory_bits == 32
+    assert add.operands == (Register("rax", 32), Address("rsp", displacement=8)) and add.memory_bits == 32
     assert add.loads and not add.stores and {"rax", "rsp"} == set(add.reads) and add.writes == ("rax",)
     assert add.changes == ("rax",) and add.sets_flags
     assert store.operands == (Address("rdi", "rcx", 4, -4, 64), Register("zmm0", 512))

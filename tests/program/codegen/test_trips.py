@@ -127,5 +127,4 @@ PADDED = (
     ("condition", "kept"), [("e", 9), ("ne", 1), ("b", 8), ("ae", 2), ("be", 7), ("a", 3), ("l", 8), ("g", 3)]
 )
 def test_a_branch_on_a_counter_is_taken_in_the_iterations_that_say_so(condition: str, kept: int) -> None:
-    found = counts(PADDED.replace("CONDITION", condition) + "; end: ret")
-    assert found["run_fma_z"] == pytest.approx(kept)
+    assert counts(PADDED.replace("CONDITION", condition) + "; end: ret")["run_fma_z"] == pytest.approx(kept)

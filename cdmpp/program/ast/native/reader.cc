@@ -1,5 +1,7 @@
 // What cdmpp/program/ast/__init__.py calls.
+#include <alloca.h>
 #include <tvm/ffi/container/array.h>
+#include <tvm/ffi/function.h>
 
 #include "table.h"
 
@@ -24,6 +26,14 @@ ffi::Map<ffi::String, ffi::Tensor> read(const ffi::Array<ffi::ObjectRef>& funcs,
   return table.columns();
 }
 
+/// Calls a function with the stack so many bytes lower, and gives the number that it returns.
+double on_lower_stack(const ffi::Function& run, int64_t bytes) {
+  volatile char* room = static_cast<volatile char*>(alloca(bytes));
+  room[0] = 0;  // or the compiler would do without
+  return run().cast<double>();
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(on_lower_stack, on_lower_stack)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(operations, operations)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(leaf_columns, leaf_columns)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(read, read)
