@@ -38,7 +38,6 @@ from cdmpp.errors import ProfilerError, ProgramError
 from cdmpp.profiler import engine, machine
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.program import import_tvm, structural_hash
-from cdmpp.program.ast import extension
 from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Program, Task
 
@@ -171,6 +170,8 @@ class LoadedProgram:
         if self._timer is None:
             value = self._run_once()
         else:  # which makes one untimed call before it starts its clock
+            from cdmpp.program.ast import extension
+
             values = [extension().on_lower_stack(lambda: self._timer(*self.args).mean, lower) for lower in _STACKS]
             value = sum(values) / len(values)
         calm = calm and machine.preemptions() == before and self.sentinel.calm()
