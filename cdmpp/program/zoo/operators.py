@@ -190,7 +190,7 @@ class _Draw:
             outputs = shape[0] * after * shape[2] * shape[3] / stride**2
             if outputs * shape[1] * np.prod(kernel) <= _MOST_WORK and max(outputs, np.prod(shape)) <= _MOST_ELEMENTS:
                 break
-        layer = nn.Sequential(nn.Conv2d(shape[1], after, kernel, stride, [n // 2 for n in kernel]), nn.ReLU())
+        layer = nn.Sequential(nn.Conv2d(shape[1], after, kernel, stride, (kernel[0] // 2, kernel[1] // 2)), nn.ReLU())
         return self.pool_layer() if self.rng.random() < 0.5 else layer, [shape]
 
     def transposed(self) -> _Operator:
