@@ -256,11 +256,6 @@ _GPU_IDENTITY = ("kind", "vendor", "arch", "share", "mcpu", "cores")
 _CLOCK_TOLERANCE = 0.03
 
 
-def _per_flop(device: Device) -> float | None:
-    peak = device.peak_gflops.get("float32")
-    return device.bandwidth_gb_s / peak if peak and device.bandwidth_gb_s else None
-
-
 def _compute_capability(device: Device) -> float | None:
     """``sm_86`` -> 8.6; None for devices that have none."""
     arch = str(device.target.get("arch", ""))
@@ -285,7 +280,9 @@ _COMPUTED: dict[str, Callable[[Device], float | None]] = {
     "peak_float64_gflops": lambda d: d.peak_gflops.get("float64"),
     "peak_float16_gflops": lambda d: d.peak_gflops.get("float16"),
     "peak_matrix_gflops": _matrix_peak,
-    "bytes_per_flop": _per_flop,
+    "bytes_per_flop": lambda d: (
+        d.bandwidth_gb_s / p if (p := d.peak_gflops.get("float32")) and d.bandwidth_gb_s else None
+    ),
     "is_nvidia": lambda d: d.vendor == "nvidia",
     "is_amd": lambda d: d.vendor == "amd",
     "compute_capability": _compute_capability,

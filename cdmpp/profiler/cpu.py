@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.device import Device, get_device
-from cdmpp.errors import ProfilerError, ProgramError
+from cdmpp.errors import CdmppError, ProfilerError, ProgramError
 from cdmpp.profiler import engine, machine
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.program import import_tvm, structural_hash
@@ -162,18 +162,22 @@ class LoadedProgram:
         self.entry(*self.args)
         return time.perf_counter() - started
 
+    def _timed_s(self, lower: int) -> float:
+        """Of the timer, which makes one untimed call before it starts its clock; without the extension the stack stays."""
+        from cdmpp.program.ast import extension
+
+        try:
+            on_lower_stack = extension().on_lower_stack
+        except CdmppError:
+            return float(self._timer(*self.args).mean)
+        return float(on_lower_stack(lambda: self._timer(*self.args).mean, lower))
+
     def sample(self) -> None:
         """One sample: at both positions of the stack an untimed run, then the mean of `repeats` runs."""
         calm, waited_s = self.sentinel.wait(max(0.0, self.plan.max_wait_s - self.waited_s))
         self.waited_s += waited_s
         started, before = time.perf_counter(), machine.preemptions()
-        if self._timer is None:
-            value = self._run_once()
-        else:  # which makes one untimed call before it starts its clock
-            from cdmpp.program.ast import extension
-
-            values = [extension().on_lower_stack(lambda: self._timer(*self.args).mean, lower) for lower in _STACKS]
-            value = sum(values) / len(values)
+        value = self._run_once() if self._timer is None else float(np.mean([self._timed_s(size) for size in _STACKS]))
         calm = calm and machine.preemptions() == before and self.sentinel.calm()
         (self.calm if calm else self.disturbed).append(value)
         elapsed_s = time.perf_counter() - started

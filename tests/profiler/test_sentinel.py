@@ -12,6 +12,7 @@ from cdmpp.profiler import machine as module
 from cdmpp.profiler.cpu import BatchDone, CpuConfig, CpuMeasurer, LoadedProgram, SharedObject, _Item
 from cdmpp.profiler.engine import Executor, Measured, Outcome, SamplingPlan
 from cdmpp.profiler.machine import Sentinel
+from cdmpp.program import ast as reader
 
 
 class Core:
@@ -198,7 +199,7 @@ def test_measuring_again_is_given_up_where_it_does_not_help() -> None:
     assert attempts[-5:] == [1] * 5
 
 
-def test_a_sample_is_the_mean_over_two_stacks_that_differ_by_16_bytes() -> None:
+def test_a_sample_is_the_mean_over_two_stacks_that_differ_by_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> SimpleNamespace:
         ctypes.CDLL(None).getcontext(context := ctypes.create_string_buffer(2048))
         pointers.append(int.from_bytes(context.raw[160:168], "little"))  # where x86-64's ucontext_t has it
@@ -208,3 +209,7 @@ def test_a_sample_is_the_mean_over_two_stacks_that_differ_by_16_bytes() -> None:
     program.args, program._timer = (), run
     program.sample()
     assert pointers[0] == pointers[1] + 16 and program.calm == [pointers[1] + 8]
+    reader.extension.cache_clear()
+    monkeypatch.setattr(reader, "find_spec", lambda name: None)  # as without a compiler
+    program.sample()
+    assert pointers[2] == pointers[3]

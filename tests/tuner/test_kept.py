@@ -122,8 +122,7 @@ def test_a_task_that_can_bring_less_than_a_trial_does_is_left_alone(tmp_path: Pa
     def latency_s(digest: str) -> Any:
         return 1e-7 if digest == small else 1e-3 * made_up_latency_s(digest) / 1e-6
 
-    engine = FakeEngine(latency_s)
-    report = tuned(engine, tmp_path / "t", 24, 32, 64)
+    report = tuned(FakeEngine(latency_s), tmp_path / "t", 24, 32, 64)
     left = next(task for task in report.tasks if task.task == small)
     assert left.finished.startswith(LEFT_ALONE) and left.measured == 0 and left.used == "untuned"
     assert report.costs.measurements == 24, "the others get its trials"

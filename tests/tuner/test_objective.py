@@ -75,8 +75,7 @@ def test_every_task_gets_a_round_first_then_the_most_promising() -> None:
     assert next_task([state(1, [1.0]), state(1, [])]) == 1
     assert next_task([state(1, [1.0]), state(3, [1.0])]) == 1, "the network runs it more often"
     assert next_task([state(1, [1.0]), state(1, [1.0, 1.0])]) == 0, "the other had its turn"
-    fell = [4.0, 3.0, 2.0, 1.0]
-    assert next_task([state(1, [1.0] * 4), state(1, fell)]) == 1, "it is getting better"
+    assert next_task([state(1, [1.0] * 4), state(1, [4.0, 3.0, 2.0, 1.0])]) == 1, "it is getting better"
     assert next_task([state(1, [1.0]), state(1, [math.inf])]) == 1, "nothing works yet"
 
 

@@ -96,8 +96,7 @@ def test_one_task_is_searched_while_it_is_measured(tmp_path, monkeypatch, cost_m
 @pytest.mark.parametrize("shards", [None, 2])
 def test_a_task_whose_whole_space_is_invalid_is_given_up(tmp_path, caplog, two_cores, shards: int | None) -> None:
     bad = matmul_task(32)
-    engine = FakeEngine(lambda digest: None)
-    report = tuned(engine, tmp_path / "t", 200, 32, options={"shards": shards})
+    report = tuned(FakeEngine(lambda digest: None), tmp_path / "t", 200, 32, options={"shards": shards})
     assert caplog.text.count("is given up") == 1 and "(run_error: made up)" in caplog.text
     assert report.stopped == "nothing more to try"
     assert report.tasks[0].best_s is None and report.tasks[0].failed == report.tasks[0].measured < 40
@@ -122,8 +121,7 @@ def test_a_space_without_valid_programs_ends_the_task(tmp_path, monkeypatch, cap
 
 
 def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
-    engine = FakeEngine(delay_s=0.4)
-    report = tuned(engine, tmp_path / "t", 50, options={"budget_s": 0.1})
+    report = tuned(FakeEngine(delay_s=0.4), tmp_path / "t", 50, options={"budget_s": 0.1})
     assert "budget" in report.stopped
     assert report.costs.measurements == 0 and report.costs.trials == 0
     assert report.tasks[0].scheduled_s is None and report.tasks[0].used in ("untuned", "")

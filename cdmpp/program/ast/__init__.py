@@ -424,7 +424,7 @@ def extension() -> Any:
         )
     try:
         reader = tvm_ffi.load_module(spec.origin)
-        names = reader.operations(), reader.leaf_columns()
+        names, _ = (reader.operations(), reader.leaf_columns()), reader.on_lower_stack
     except (OSError, RuntimeError, AttributeError) as err:
         raise CdmppError(f"{spec.origin} cannot be loaded, install cdmpp again: {err}") from err
     if names != (" ".join(OP_KINDS), " ".join(LEAF_COLUMNS)):

@@ -3,8 +3,7 @@
 A predictor learns of a task from tasks like it. Networks at more sizes bring more of what they have already; here are pools,
 norms, gates, attention, dilated, grouped and transposed convolutions, reductions and moves of data, of odd and prime extents
 and batches of 1 to 64. A draw is its number: the same one gives the same operators everywhere. Numbers from 1,001 on draw
-recurrent layers, batched products and fused attention, those from 2,001 on convolutions of signals, those from 3,001 on pools
-and convolutions with ReLU, whose windows need not be square; these came later.
+recurrent layers, batched products and fused attention, from 2,001 on convolutions of signals, from 3,001 on windows of images.
 """
 
 from __future__ import annotations
