@@ -424,9 +424,9 @@ def extension() -> Any:
         )
     try:
         reader = tvm_ffi.load_module(spec.origin)
-        names, _ = (reader.operations(), reader.leaf_columns()), reader.on_lower_stack
+        found = reader.operations(), reader.leaf_columns(), reader.on_lower_stack
     except (OSError, RuntimeError, AttributeError) as err:
         raise CdmppError(f"{spec.origin} cannot be loaded, install cdmpp again: {err}") from err
-    if names != (" ".join(OP_KINDS), " ".join(LEAF_COLUMNS)):
+    if found[:2] != (" ".join(OP_KINDS), " ".join(LEAF_COLUMNS)):
         raise CdmppError(f"{spec.origin} was built for another version of cdmpp: install cdmpp again")
     return reader
