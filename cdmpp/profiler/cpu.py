@@ -6,7 +6,7 @@ State that a label depends on, and how it is fixed here:
   system allows it, so that builders on the same core wait.
 * **First touch**: arguments are allocated and filled with random numbers by this process, on its cores, before the first run.
 * **Caches**: warm. Each sample is one untimed run (unless one takes over 20 ms), then as many timed runs as fill
-  ``SamplingPlan.min_sample_s``, half of them with the stack 16 bytes lower.
+  ``SamplingPlan.min_sample_s``, half of them (at least one) with the stack 16 bytes lower.
 * **Interleaving**: the samples of a batch of programs are taken in turn (A B C A B C ...), so that a slow disturbance hits all
   of them and is seen by the split-half difference.
 * **Disturbance**: a sample counts if a :class:`~cdmpp.profiler.machine.Sentinel` finds the core undisturbed before and after it
@@ -155,7 +155,8 @@ class LoadedProgram:
             run_s = self.module.time_evaluator("main", tvm.cpu(0), number=10)(*self.args).mean
         self.repeats = self.plan.repeats(len(_STACKS) * run_s)
         if run_s < _LONG_RUN_S:
-            self._timer = self.module.time_evaluator("main", tvm.cpu(0), number=self.repeats)
+            timer = self.module.time_evaluator("main", tvm.cpu(0), number=self.repeats)
+            self._timer = self._run_once if self.repeats == 1 else lambda: float(timer(*self.args).mean)
 
     def _run_once(self) -> float:
         started = time.perf_counter()
@@ -163,21 +164,22 @@ class LoadedProgram:
         return time.perf_counter() - started
 
     def _timed_s(self, lower: int) -> float:
-        """Of the timer, which makes one untimed call before it starts its clock; without the extension the stack stays."""
+        """Without the extension the stack stays."""
         from cdmpp.program.ast import extension
 
         try:
-            on_lower_stack = extension().on_lower_stack
+            return extension().on_lower_stack(self._timer, lower)
         except CdmppError:
-            return float(self._timer(*self.args).mean)
-        return float(on_lower_stack(lambda: self._timer(*self.args).mean, lower))
+            return self._timer()
 
     def sample(self) -> None:
-        """One sample: at both positions of the stack an untimed run, then the mean of `repeats` runs."""
+        """One sample: an untimed run, and the mean of `repeats` runs at both positions of the stack."""
         calm, waited_s = self.sentinel.wait(max(0.0, self.plan.max_wait_s - self.waited_s))
         self.waited_s += waited_s
         started, before = time.perf_counter(), machine.preemptions()
-        value = self._run_once() if self._timer is None else float(np.mean([self._timed_s(size) for size in _STACKS]))
+        if self.repeats == 1 and self._timer:  # TVM's timer makes its own untimed run
+            self._run_once()
+        value = float(np.mean([self._timed_s(size) for size in _STACKS])) if self._timer else self._run_once()
         calm = calm and machine.preemptions() == before and self.sentinel.calm()
         (self.calm if calm else self.disturbed).append(value)
         elapsed_s = time.perf_counter() - started
@@ -333,8 +335,7 @@ class CpuConfig(engine.BuildConfig):
 
     def sampling_s(self, programs: int) -> float:
         """Seconds for the samples of a batch: each program may overrun its time by a few samples and their retakes."""
-        each = self.plan.max_wait_s + 2 * self.plan.max_measure_s + 8 * self.run_timeout_s
-        return 10.0 + programs * each
+        return 10.0 + programs * (self.plan.max_wait_s + 2 * self.plan.max_measure_s + 8 * self.run_timeout_s)
 
     def work_folder(self) -> Path:
         """A fresh folder for shared objects (ProfilerError if it cannot be made)."""
@@ -369,8 +370,7 @@ def sentinel_job() -> engine.BuildJob:
     from tvm import te
 
     n = 96
-    a = te.placeholder((n, n), name="A")
-    b = te.placeholder((n, n), name="B")
+    a, b = (te.placeholder((n, n), name=name) for name in "AB")
     k = te.reduce_axis((0, n), name="k")
     c = te.compute((n, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="C")
     func = te.create_prim_func([a, b, c])

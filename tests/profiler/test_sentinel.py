@@ -108,9 +108,9 @@ def loaded(answers: list[bool], plan: SamplingPlan, best_s: float | None = None)
     program.plan, program.sentinel = plan, Script(answers)  # type: ignore[assignment]
     program.calm, program.disturbed = [], []
     program.spent_s = program.waited_s = 0.0
-    program.best_s, program._timer = best_s, None
-    values = iter(float(i) for i in range(1, 100))
-    program._run_once = lambda: next(values)  # type: ignore[method-assign]
+    program.best_s, program._timer, program.repeats = best_s, None, 1
+    program._values = iter(float(i) for i in range(1, 100))
+    program._run_once = lambda: next(program._values)
     return program
 
 
@@ -200,16 +200,19 @@ def test_measuring_again_is_given_up_where_it_does_not_help() -> None:
 
 
 def test_a_sample_is_the_mean_over_two_stacks_that_differ_by_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> SimpleNamespace:
+    def run() -> float:
         ctypes.CDLL(None).getcontext(context := ctypes.create_string_buffer(2048))
         pointers.append(int.from_bytes(context.raw[160:168], "little"))  # where x86-64's ucontext_t has it
-        return SimpleNamespace(mean=float(pointers[-1]))
+        return float(pointers[-1])
 
     pointers, program = list[int](), loaded([True] * 9, SamplingPlan())
-    program.args, program._timer = (), run
+    program._timer, program.repeats = run, 2
     program.sample()
     assert pointers[0] == pointers[1] + 16 and program.calm == [pointers[1] + 8]
+    program.repeats = 1  # timed from Python, after an untimed run
+    program.sample()
+    assert next(program._values) == 2 and pointers[2] == pointers[3] + 16
     reader.extension.cache_clear()
     monkeypatch.setattr(reader, "find_spec", lambda name: None)  # as without a compiler
     program.sample()
-    assert pointers[2] == pointers[3]
+    assert pointers[4] == pointers[5]

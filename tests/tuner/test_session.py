@@ -263,8 +263,7 @@ def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.Monk
     costs = tuned(engine, tmp_path / "t", 36, options={"trim": 0.9}).costs
     assert costs.dropped > 0 and costs.measurements + costs.dropped == costs.trials
     assert 0 < costs.saved_s <= costs.dropped * 0.6 + 1e-9
-    latencies = [made_up_latency_s(h) for h in engine.measured]
-    assert len(latencies) < 25
+    assert len(engine.measured) < 25
 
 
 def test_ctrl_c_in_the_middle_of_a_search_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,8 +176,7 @@ def test_workers_beside_the_real_engine_keep_to_their_cores(tmp_path: Path, star
         alive = [worker.pid for worker in started if worker._process.is_alive()]
         seen.update(frozenset(psutil.Process(pid).cpu_affinity()) for pid in alive)
 
-    plan = SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4)
-    config = tune_config(12, shards=2, batch=4, plan=plan)
+    config = tune_config(12, shards=2, batch=4, plan=SamplingPlan(min_sample_s=0.0005, min_samples=2, max_samples=4))
     tasks: list[tuple[Task, float]] = [(matmul_task(32), 1.0), (matmul_task(48), 1.0)]
     report = tune_tasks("toy", tasks, out=tmp_path / "t", config=config, progress=look)
     assert report.costs.trials == 12 and all(task.best_s is not None for task in report.tasks)
