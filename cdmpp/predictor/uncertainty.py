@@ -148,12 +148,9 @@ class Difficulty:
 
 def _ridge(rows: NDArray[np.float64], values: NDArray[np.float64], weight: NDArray[np.float64]) -> NDArray[np.float64]:
     """Weights of a ridge regression of values (n,) on rows (n, d) around their means."""
-    total = weight.sum()
-    rows, values = rows - weight @ rows / total, values - weight @ values / total
-    held = _RIDGE * total * np.eye(rows.shape[1])
-    found: NDArray[np.float64] = np.linalg.solve(
-        (rows * weight[:, None]).T @ rows + held, (rows * weight[:, None]).T @ values
-    )
+    from sklearn.linear_model import Ridge
+
+    found: NDArray[np.float64] = Ridge(_RIDGE * weight.sum()).fit(rows, values, sample_weight=weight).coef_
     return found
 
 
