@@ -74,7 +74,7 @@ def fit_correction(
     # of one task there is nothing to leave out: the constant alone
     for step in STEPS[1 : None if len(names) > 1 else 2]:
         inverse = np.linalg.inv(sum((sd**2 * kernel for sd, kernel in zip(step, kernels, strict=True)), noise))
-        without = _left_out(inverse, errors, task) if len(names) > 1 else errors - errors.mean()
+        without = left_out(inverse, errors, task) if len(names) > 1 else errors - errors.mean()
         # predictions that are too long weigh more: what is left is centred where the mean error is least
         centre = least_mape_shift(without, task) * len(names) / (len(names) + _TASKS_WITHOUT)
         tried = _by_task(without - centre, task)
@@ -100,8 +100,8 @@ def _by_task(errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:
     return mapes
 
 
-def _left_out(inverse: FloatArray, errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:
-    """Errors that are left on each task by what the others say."""
+def left_out(inverse: FloatArray, errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:
+    """Errors (n,) that are left on each task by what the others say; the inverse covariance is (n, n)."""
     solved, left = inverse @ errors, np.empty_like(errors)
     for number in np.unique(task):
         at = np.flatnonzero(task == number)

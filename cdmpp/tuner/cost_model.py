@@ -35,6 +35,7 @@ from tvm.s_tir.meta_schedule.cost_model import PyCostModel
 
 from cdmpp.device import DEVICE_FEATURES, Device, get_device
 from cdmpp.errors import PredictorError
+from cdmpp.predictor.correction import left_out
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.predictor.pair_features import estimate_s, reference_s
 from cdmpp.predictor.uncertainty import squared_distances
@@ -283,11 +284,9 @@ def _tasks_help_each_other(
     groups = [np.flatnonzero(task == t) for t in tasks[counts >= _PER_TASK]]
     if len(groups) < 2:
         return False
-    nothing = float(np.mean(residual[np.concatenate(groups)] ** 2))
-    inverse = _inverse(_sharing(kernels[len(kernels) // 2], common), z, task)
-    alpha = inverse @ residual
-    errors = [np.linalg.solve(inverse[np.ix_(group, group)], alpha[group]) for group in groups]
-    return float(np.mean(np.concatenate(errors) ** 2)) < nothing
+    rows = np.concatenate(groups)
+    left = left_out(_inverse(_sharing(kernels[len(kernels) // 2], common), z, task), residual, task)
+    return float(np.mean(left[rows] ** 2)) < float(np.mean(residual[rows] ** 2))
 
 
 def _inverse(kernel: Kernel, z: FloatArray, task: IntArray) -> FloatArray:
