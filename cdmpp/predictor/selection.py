@@ -82,8 +82,8 @@ def select_tasks(
         chosen, wanted = ([i for i in order if mask[i]][:k] for mask in (free, everything))
     else:
         features = "ast" if predictor is None else "embedding"
-        distances = _distances(_task_vectors(programs, data, predictor), min(k, len(tasks)), seed)
-        chosen, wanted = (_nearest(distances, mask) for mask in (free, everything))
+        distances = distances_to_centres(_task_vectors(programs, data, predictor), min(k, len(tasks)), seed)
+        chosen, wanted = (nearest(distances, mask) for mask in (free, everything))
     names = [tuple(sorted(tasks[i] for i in picked)) for picked in (chosen, wanted)]
     missing = len(set(names[1]) - set(names[0]))
     if missing:
@@ -132,12 +132,12 @@ def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) ->
         write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def _distances(vectors: NDArray[np.float64], k: int, seed: int) -> NDArray[np.float64]:
-    """Distances of every task to every centre, float64 (tasks, k)."""
+def distances_to_centres(vectors: NDArray[np.float64], k: int, seed: int, tries: int = 10) -> NDArray[np.float64]:
+    """Distances of every vector to every centre of ``k`` clusters, the best of so many ``tries``: (n, d) -> float64 (n, k)."""
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
-    means = KMeans(n_clusters=k, n_init=10, random_state=seed)
+    means = KMeans(n_clusters=k, n_init=tries, random_state=seed)
     with warnings.catch_warnings():
         # fewer different tasks than clusters: the rest is filled up below
         warnings.simplefilter("ignore", ConvergenceWarning)
@@ -145,8 +145,8 @@ def _distances(vectors: NDArray[np.float64], k: int, seed: int) -> NDArray[np.fl
     return distances
 
 
-def _nearest(distances: NDArray[np.float64], free: NDArray[np.bool_]) -> list[int]:
-    """One free task for every centre: the nearest of its cluster, else the nearest that is left."""
+def nearest(distances: NDArray[np.float64], free: NDArray[np.bool_]) -> list[int]:
+    """One free row for every centre: the nearest of its cluster, else the nearest that is left."""
     cluster = distances.argmin(1)
     left = set(np.flatnonzero(free).tolist())
     chosen: dict[int, int] = {}

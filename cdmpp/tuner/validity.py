@@ -336,16 +336,12 @@ def initial_population(
 
 def _representatives(z: Features, rows: IntArray, n: int, seed: int) -> IntArray:
     """The row nearest to each of `n` centres (k-means on standardised columns); others fill up where centres agree."""
-    from sklearn.cluster import KMeans
     from sklearn.preprocessing import StandardScaler
 
+    from cdmpp.predictor.selection import distances_to_centres, nearest
+
     points = StandardScaler().fit_transform(z[rows].astype(np.float64))
-    clusters = min(n, len(np.unique(points, axis=0)))
-    distances = KMeans(clusters, n_init=1, max_iter=50, random_state=seed).fit_transform(points)
-    chosen = list(dict.fromkeys(distances.argmin(0).tolist()))
-    rest = np.setdiff1d(np.arange(len(rows)), chosen)
-    chosen += np.random.default_rng(seed).permutation(rest)[: n - len(chosen)].tolist()
-    return rows[chosen]
+    return rows[nearest(distances_to_centres(points, n, seed, tries=1), np.ones(len(rows), dtype=bool))]
 
 
 class ValidityGuard:
@@ -405,8 +401,6 @@ class ValidityGuard:
 
 def shipped_model() -> ValidityModel:
     """The model of CUDA programs that ships."""
-    import xgboost as xgb
-
     model = ValidityModel()
     model.trees_ = xgb.Booster(model_file=_SHIPPED)
     return model
