@@ -35,8 +35,7 @@ def test_devices_names_this_machine(command: Command) -> None:
 def test_finetune_learns_or_says_what_to_profile(tmp_path: Path, mlp: Path, predictor: Path, command: Command) -> None:
     base = ("finetune", "--predictor", str(predictor), "--data", str(mlp))
     out = tmp_path / "tuned"
-    args = ("--device", "this-cpu@1", "--tasks", "2", "--out", str(out))
-    result = command.json(*base, *args)
+    result = command.json(*base, "--device", "this-cpu@1", "--tasks", "2", "--out", str(out))
     assert len(result["selection"]["tasks"]) == 2 and result["next_command"] is None
     assert set(result["overall"]) >= _METRICS
     command.json("evaluate", "--predictor", str(out), "--data", str(mlp))

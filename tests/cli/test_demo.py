@@ -116,8 +116,7 @@ def test_a_program_and_the_network_are_shown_beside_what_they_took(first: Demo) 
 
 
 def test_another_run_measures_nothing_twice(first: Demo) -> None:
-    device = get_device("this-cpu@1")
-    measured = demo._measure(Console(file=io.StringIO()), tiny(), device, first.out, 2)
+    measured = demo._measure(Console(file=io.StringIO()), tiny(), get_device("this-cpu@1"), first.out, 2)
     assert len(measured) == len(first.records)
     assert Dataset.open(first.out / "measured").records.equals(first.records)
 

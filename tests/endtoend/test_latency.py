@@ -51,8 +51,7 @@ def fixed(seconds: float = 1e-3, calibrated: bool = False, by_device: bool = Fal
     """With `calibrated`, every error of 20 tasks is a factor of 2."""
     calibration = None
     if calibrated:
-        names = [f"t{i}" for i in range(20)]
-        calibration = Calibration.fit([2.0, 0.5] * 10, [1.0] * 20, names, ["some-cpu"] * 20)
+        calibration = Calibration.fit([2.0, 0.5] * 10, [1.0] * 20, [f"t{i}" for i in range(20)], ["some-cpu"] * 20)
     none, trained = cast(Any, None), {name: get_device(name) for name in ("h200", "t4")}
     return Fixed(none, none, none, {}, calibration=calibration, specs=trained, seconds=seconds, by_device=by_device)
 

@@ -35,8 +35,7 @@ def counted(data):
     cycles = 4e6 * data.labels.groupby("program")["latency_s"].mean()
     counts = {program: cycles[program] * np.exp(hidden[program]) for i, program in enumerate(data.asts) if i % 8}
     factor = np.exp([hidden[program] for program in data.labels["program"]])
-    labels = data.labels.assign(latency_s=data.labels["latency_s"] * factor)
-    return with_counts(replace(data, labels=labels), counts)
+    return with_counts(replace(data, labels=data.labels.assign(latency_s=data.labels["latency_s"] * factor)), counts)
 
 
 #: Of an epoch.

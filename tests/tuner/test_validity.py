@@ -337,8 +337,7 @@ def test_scores_of_the_unlikely_are_0_and_never_negative(tuner: TaskTuner) -> No
         def predict(self, context: Any, candidates: Any) -> Any:
             return np.ones(len(candidates))
 
-    found = GuardedModel(Ones(), guard).predict(tuner.context, measures)
-    assert np.allclose(found, np.where(p > 0.5, 0.95, 0.0))
+    assert np.allclose(GuardedModel(Ones(), guard).predict(tuner.context, measures), np.where(p > 0.5, 0.95, 0.0))
 
 
 def test_what_cannot_be_read_counts_as_valid(tuner: TaskTuner, monkeypatch: pytest.MonkeyPatch) -> None:
