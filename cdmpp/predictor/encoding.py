@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -21,10 +21,6 @@ from cdmpp.errors import FeatureMismatchError, LabelError, PredictorError
 from cdmpp.predictor.pair_features import TIME_PARTS, CodeRows
 from cdmpp.program.ast import CompactAST
 from cdmpp.program.codegen import LOOPS
-
-if TYPE_CHECKING:
-    import torch
-
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
