@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-#: Of the quintic iteration that makes a matrix nearly orthogonal, how often it is done, and what is kept of the momentum.
-_COEFFICIENTS, _ITERATIONS, _MOMENTUM = (3.4445, -4.7750, 2.0315), 5, 0.95
+#: Of the quintic iteration that makes a matrix nearly orthogonal, how often it is done (Muon: five times, which takes longer
+#: and errs more on validation, by hand), and what is kept of the momentum.
+_COEFFICIENTS, _ITERATIONS, _MOMENTUM = (3.4445, -4.7750, 2.0315), 3, 0.95
 #: Rows and columns of a matrix, at least: what has fewer are outputs.
 _LEAST = 16
 
@@ -42,7 +43,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The singular vectors of a matrix (m, n) with singular values of about 1 (0.7 to 1.2); iterates on its smaller side."""
+    """The singular vectors of a matrix (m, n); singular values of about 1, but for small ones. Iterates on its smaller side."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     rows = (matrix.T if tall else matrix) / matrix.norm().clamp(min=1e-7)

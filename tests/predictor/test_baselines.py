@@ -199,8 +199,7 @@ def test_released_sizes_are_the_published_ones():
     assert layer.self_attn.embed_dim == 164 and layer.self_attn.num_heads == 4
     assert layer.linear1.out_features == 2048
     assert network.flatten[0].in_features == 5 * 164
-    decoder = [m.out_features for m in network.decoder.modules() if isinstance(m, torch.nn.Linear)]
-    assert decoder == [930, 930, 930, 1]
+    assert [m.out_features for m in network.decoder.modules() if isinstance(m, torch.nn.Linear)] == [930, 930, 930, 1]
     with pytest.raises(PredictorError, match="multiple of heads"):
         ReleasedSizes(dim=10, heads=4)
 

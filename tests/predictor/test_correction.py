@@ -62,8 +62,7 @@ def test_beyond_the_measured_programs_nothing_is_extrapolated() -> None:
     tasks, resources, embeddings, noise = made(40)
     found = fit_correction(0.4 * resources[:, 0] + noise, tasks, resources, embeddings).correction
     assert found is not None
-    far = np.full((1, 12), 1e3)
-    assert found.constant + found.low <= found.logs(far)[0] <= found.constant + found.high
+    assert found.constant + found.low <= found.logs(np.full((1, 12), 1e3))[0] <= found.constant + found.high
 
 
 def test_corrections_come_back_from_json() -> None:
