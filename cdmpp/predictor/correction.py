@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import Correction
 from cdmpp.predictor.metrics import least_mape_shift
+from cdmpp.predictor.uncertainty import left_out
 
 FloatArray = NDArray[np.float64]
 
@@ -98,15 +99,6 @@ def _by_task(errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:
     """MAPE of each task, of log(measured / predicted)."""
     mapes: FloatArray = np.bincount(task, np.abs(np.expm1(-errors))) / np.bincount(task)
     return mapes
-
-
-def left_out(inverse: FloatArray, errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:
-    """Errors (n,) that are left on each task by what the others say; the inverse covariance is (n, n)."""
-    solved, left = inverse @ errors, np.empty_like(errors)
-    for number in np.unique(task):
-        at = np.flatnonzero(task == number)
-        left[at] = np.linalg.solve(inverse[np.ix_(at, at)], solved[at])
-    return left
 
 
 def _chosen(tasks: NDArray[np.str_], seed: int) -> NDArray[np.int64]:

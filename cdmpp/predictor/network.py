@@ -114,7 +114,7 @@ class PiecewiseLinear(nn.Module):
 
 
 class Dropout(nn.Dropout):
-    """Draws a byte a value, so that ``p`` is rounded to 1/256: torch's draws take a tenth of a training step on a CPU."""
+    """Draws a byte a value, so that ``p`` is rounded to 1/256: torch's draws take a tenth of a training step."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """float32 of any shape -> the same shape."""

@@ -433,6 +433,15 @@ def squared_distances(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray
     return np.maximum(squares, 0.0)
 
 
+def left_out(inverse: NDArray[np.float64], errors: NDArray[np.float64], task: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Errors (n,) that are left on each task by what the others say, with the inverse covariance of a Gaussian process (n, n)."""
+    solved, left = inverse @ errors, np.empty_like(errors)
+    for number in np.unique(task):
+        at = np.flatnonzero(task == number)
+        left[at] = np.linalg.solve(inverse[np.ix_(at, at)], solved[at])
+    return left
+
+
 def _novel(encoder: FeatureEncoder, asts: Sequence[CompactAST]) -> NDArray[np.bool_]:
     """Whether a leaf of each program differs from training in a feature that was constant there, bool (n,)."""
     constant = ~encoder.leaf.active

@@ -35,10 +35,9 @@ from tvm.s_tir.meta_schedule.cost_model import PyCostModel
 
 from cdmpp.device import DEVICE_FEATURES, Device, get_device
 from cdmpp.errors import PredictorError
-from cdmpp.predictor.correction import left_out
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.predictor.pair_features import estimate_s, reference_s
-from cdmpp.predictor.uncertainty import squared_distances
+from cdmpp.predictor.uncertainty import left_out, squared_distances
 from cdmpp.profiler.engine import label
 from cdmpp.program import import_tvm
 from cdmpp.program.ast import CompactAST

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cdmpp.errors import PredictorError
-from cdmpp.predictor import correction
 from cdmpp.predictor.correction import fit_correction
 from cdmpp.predictor.encoding import Correction
+from cdmpp.predictor.uncertainty import left_out
 
 
 def made(tasks: int, of_task: int = 8, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -51,7 +51,7 @@ def test_leaving_a_task_out_is_fitting_without_it() -> None:
     rng = np.random.default_rng(0)
     points, task, errors = rng.normal(size=(12, 3)), np.repeat(np.arange(4), 3), rng.normal(size=12)
     covariance = points @ points.T + 0.1 * np.eye(12)
-    left = correction.left_out(np.linalg.inv(covariance), errors, task)
+    left = left_out(np.linalg.inv(covariance), errors, task)
     for number in range(4):
         at, others = task == number, task != number
         solved = np.linalg.solve(covariance[np.ix_(others, others)], errors[others])
