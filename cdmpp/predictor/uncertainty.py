@@ -434,7 +434,7 @@ def squared_distances(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray
 
 
 def left_out(inverse: NDArray[np.float64], errors: NDArray[np.float64], task: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Errors (n,) that are left on each task by what the others say, with the inverse covariance of a Gaussian process (n, n)."""
+    """Errors (n,) that are left on each task by what the others say, given the inverse covariance of all (n, n)."""
     solved, left = inverse @ errors, np.empty_like(errors)
     for number in np.unique(task):
         at = np.flatnonzero(task == number)
