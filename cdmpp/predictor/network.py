@@ -114,7 +114,7 @@ class PiecewiseLinear(nn.Module):
 
 
 class Dropout(nn.Dropout):
-    """Draws a byte a value, so that ``p`` is rounded to 1/256: torch's draws take a tenth of a training step."""
+    """Draws a byte a value, so that ``p`` is rounded to 1/256: torch's draws take a tenth of a step on a CPU (by hand)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """float32 of any shape -> the same shape."""
