@@ -65,8 +65,7 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
         write_serving(reports, args.html)
         say(console, f"Written to {args.html}.")
     noted = reports[-1:] if args.shares else reports
-    notes = dict.fromkeys(note for report in noted for note in report.notes)
-    warn(console, *notes)
+    warn(console, *dict.fromkeys(note for report in noted for note in report.notes))
     ranked = sorted(reports, key=lambda report: report.latency_s)
     rows = [report.to_json() for report in reports]
     top = rows[0] if len(rows) == 1 else {"network": reports[0].network}

@@ -289,8 +289,7 @@ def records_to_frame(records: Iterable[Record]) -> pd.DataFrame:
          float(r.measured_at), *_split_meta(r.meta))
         for r in records
     ]  # fmt: skip
-    names = SCHEMAS["records"].names
-    return _frame(zip(*rows, strict=True) if rows else [()] * len(names))
+    return _frame(zip(*rows, strict=True) if rows else [()] * len(SCHEMAS["records"].names))
 
 
 def records_to_arrow(frame: pd.DataFrame) -> pa.Table:

@@ -356,8 +356,7 @@ class Dataset(DatasetView):
                 f"{self.path} holds labels of {', '.join(sorted(names))}: choose another folder for those of {device.name}"
             )
         if "devices" in self.meta:
-            stored = Device.from_json(self.meta["devices"][device.name])
-            check_same(device, stored, "use", str(self.path))
+            check_same(device, Device.from_json(self.meta["devices"][device.name]), "use", str(self.path))
         self.update_meta(devices={device.name: device.to_json()})
 
     def finalize(self) -> None:

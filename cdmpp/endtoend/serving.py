@@ -127,8 +127,7 @@ def predict_serving(
             small.append(err)
             continue
         report = _report(rows, device, model, decoder.name, dtype, framework)
-        price = (prices or {}).get(device.name)
-        reports.append(_with_rates(report, serving, memory, price))
+        reports.append(_with_rates(report, serving, memory, (prices or {}).get(device.name)))
     if not reports:
         raise small[0]
     return [replace(report, notes=(*report.notes, *map(str, small))) for report in reports]
@@ -245,8 +244,7 @@ def _interval(seconds: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[f
     shared = rng.standard_normal((_DRAWS, 1)) * math.sqrt(_SHARED)
     draws = shared + rng.standard_normal((_DRAWS, len(seconds))) * math.sqrt(1 - _SHARED)
     logs = np.where(draws < 0, -low, high) * draws / 1.645
-    sums = (seconds * np.exp(logs)).sum(axis=1)
-    low_s, high_s = np.quantile(sums, [0.05, 0.95])
+    low_s, high_s = np.quantile((seconds * np.exp(logs)).sum(axis=1), [0.05, 0.95])
     total = float(seconds.sum())
     return min(float(low_s), total), max(float(high_s), total)
 

@@ -89,8 +89,7 @@ def fit_correction(
     weights = np.concatenate(
         [sd**2 * scale * (part.T @ alpha) for sd, scale, part in zip(best[1:], scales, centred, strict=True)]
     )
-    raw = [part / scale for part, scale in zip(centred, scales, strict=True)]
-    shown = np.concatenate(raw, axis=1) @ weights
+    shown = np.concatenate([part / scale for part, scale in zip(centred, scales, strict=True)], axis=1) @ weights
     correction = Correction(constant, np.concatenate(means), weights, float(shown.min()), float(shown.max()))
     return Fit(correction, left, names[task], float(of_task.mean()), float(before.mean()))
 

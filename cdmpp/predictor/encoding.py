@@ -28,6 +28,8 @@ IntArray = NDArray[np.int64]
 _PARTS = ("leaf", "device", "pair", "code", "loop")
 #: Standard deviations (of signed logarithms) below which a column counts as constant.
 _CONSTANT_STD = 1e-5
+#: Rows that are encoded at once: more would take gigabytes.
+_ROWS_AT_ONCE = 65536
 
 
 def signed_log1p(values: NDArray[Any]) -> NDArray[np.float64]:
@@ -70,9 +72,12 @@ class ColumnScaler:
     def transform(self, rows: NDArray[Any]) -> FloatArray:
         """Encode rows of shape (n, n_columns); NaN becomes 0, the training mean."""
         _check_columns(rows, self.names)
-        scaled = (signed_log1p(rows) - self.mean) / self.std
-        scaled = np.where(self.active & ~np.isnan(scaled), np.clip(scaled, -self.clip, self.clip), 0.0)
-        return scaled.astype(np.float32)
+        encoded = np.empty(np.shape(rows), dtype=np.float32)
+        for begin in range(0, len(rows), _ROWS_AT_ONCE):
+            part = slice(begin, begin + _ROWS_AT_ONCE)
+            scaled = (signed_log1p(rows[part]) - self.mean) / self.std
+            encoded[part] = np.where(self.active & ~np.isnan(scaled), np.clip(scaled, -self.clip, self.clip), 0.0)
+        return encoded
 
 
 @dataclass(frozen=True)
@@ -143,8 +148,9 @@ class FeatureEncoder:
             return np.zeros((n, 0), np.float32), np.zeros(n, bool)
         known: NDArray[np.bool_] = np.asarray(np.isfinite(rows.program).all(axis=1))
         loops = self.loop.transform(rows.loops.reshape(n * LOOPS, -1)).reshape(n, -1)
-        values = np.concatenate([self.code.transform(rows.program), loops, rows.times], axis=1)
-        return np.where(known[:, None], values, 0.0).astype(np.float32), known
+        values = np.concatenate([self.code.transform(rows.program), loops, rows.times.astype(np.float32)], axis=1)
+        values[~known] = 0.0
+        return values, known
 
     def general_devices(self, encoded: NDArray[np.float32]) -> FloatArray:
         """Encoded devices (m, device_dim) with all but :data:`cdmpp.device.GENERAL_DEVICE_FEATURES` missing."""

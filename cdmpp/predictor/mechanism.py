@@ -57,8 +57,9 @@ _SPECIAL_OF_OTHERS = 16.0
 _L2_BYTES = 64.0
 _L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100": 1.0, "sm_103": 1.0, "sm_120": 0.26}
 _L2_PART_OF_OTHERS = 0.3
-#: Joules an operation in 16 bits in a process of so many nanometres: those of an L40S.
-_OPERATION_J, _USUAL_NM = 1e-12, 5.0
+#: Weights that benchmarks of engines' products take in turn, so that a cache keeps none or all of them: an L40S of 96 MB, whose
+#: cache is three times as fast as its memory, keeps those up to 16 or 19 MB.
+_IN_TURN = 5.0
 #: Attention of one query: keys of a split at least (FlashInfer's), elements of the keys of a step, blocks a core that splits
 #: are to fill, launches that adding up the splits is worth (FlashInfer on an L40S: 5.1 us without, 7.1 with), and rows that
 #: matrix units take.
@@ -155,8 +156,7 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
 class Constants:
     """How far libraries get, the same on all devices: parts of the peak, of the bandwidth of memory and of that of the last
     cache that are reached; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm
-    by which times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing;
-    and with what power of the energy there is for an operation the part of the peak grows.
+    by which times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing.
 
     The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together."""
 
@@ -168,10 +168,9 @@ class Constants:
     norm: float = 2.3
     cycles: float = 4300.0
     block_cycles: float = 500.0
-    energy_power: float = 0.1
 
     def vector(self) -> FloatArray:
-        """Logarithms, float64 (9,)."""
+        """Logarithms, float64 (8,)."""
         return np.log(list(asdict(self).values()))
 
     @classmethod
@@ -184,9 +183,9 @@ class Constants:
 class Mechanism:
     """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``,
     ``memory_s`` if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak;
-    ``again_s`` for what that cache gives in any case; bytes ``moved`` over its size; ``blocks`` a core; ``launches`` as long as
-    usual; the ``energy`` there is for an operation, in parts of what is usual; the clock; and ``features``, which do not depend
-    on constants, float64 (n, len(MECHANISM_FEATURES))."""
+    ``again_s`` for what that cache gives in any case; the bytes in ``turn`` between two runs over its size; ``blocks`` a core;
+    ``launches`` as long as usual; the clock; and ``features``, which do not depend on constants, float64
+    (n, len(MECHANISM_FEATURES))."""
 
     matrix_s: FloatArray
     vector_s: FloatArray
@@ -194,10 +193,9 @@ class Mechanism:
     memory_s: FloatArray
     cache_s: FloatArray
     again_s: FloatArray
-    moved: FloatArray
+    turn: FloatArray
     blocks: FloatArray
     launches: FloatArray
-    energy: FloatArray
     clock: float
     features: FloatArray
 
@@ -210,10 +208,9 @@ class Mechanism:
         """Seconds that each part of the device is busy, each float64 (n,); "launch" is before and after all others."""
         c = constants
         with np.errstate(over="ignore"):
-            kept = 1 / (1 + (self.moved / c.kept) ** c.kept_power)
-        reached = np.minimum(c.peak * self.energy**c.energy_power, 1.0)
+            kept = 1 / (1 + (self.turn / c.kept) ** c.kept_power)
         return {
-            "matrix or FMA units": self.matrix_s / reached,
+            "matrix or FMA units": self.matrix_s / c.peak,
             "vector units": self.vector_s / c.peak,
             "special functions": self.special_s / c.peak,
             "memory and caches": self.memory_s * (1 - kept) / c.memory + (self.cache_s * kept + self.again_s) / c.cache,
@@ -232,11 +229,12 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     """Look at operators (:func:`cdmpp.program.operators.operator_table`) on one device."""
     size = {name: np.nan_to_num(table[name].to_numpy(dtype=np.float64)) for name in SIZES}
     op, todo = table["op"].to_numpy(dtype=str), work(table)
+    element = table["dtype"].map(ELEMENT_BYTES).to_numpy(dtype=np.float64)
     cores = max(1.0, device.cores_used or device.cores or 1.0)
     clock = 1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ)
     lanes = device.lanes_per_core or 64.0
     # in fp8 attention gets no further than in 16 bits: at heads of 128 a B200 does 0.59 and 0.58 of the latter's peak
-    narrow = (op == "attention") & (table["dtype"].map(ELEMENT_BYTES) < 2)
+    narrow = (op == "attention") & (element < 2)
     arithmetic = table["dtype"].mask(narrow, "bfloat16")
     of_type = {dtype: 1e9 * pipe(device, dtype)[0] for dtype in {*table["dtype"], *arithmetic}}
     peak = arithmetic.map(of_type).to_numpy(dtype=np.float64)
@@ -259,9 +257,11 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     waves_of_blocks, scores = _attention(size, cores, packed=device.mcpu not in _NEWEST)
     flops = 4 * waves_of_blocks * scores * np.ceil(size["head_dim"] / 32) * 32
     compute = np.where(attends, flops * cores / peak, compute)
-    again, rows_at_once = _again(op, size, todo["read"], table["dtype"].map(ELEMENT_BYTES).to_numpy(np.float64), device)
+    again, rows_at_once = _again(op, size, todo["read"], element, device)
     far = rows_at_once * cores > cache
     special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
+    in_turn = (op == "gemm") & (element <= 2) & (device.kind == "gpu")
+    others = (_IN_TURN - 1) * in_turn * size["batch"] * size["n"] * size["k"] * element
     decodes = (op == "attention") & ~attends & (device.kind == "gpu")
     one_by_one, scores, launches = _decode(size, cores, np.where(has_unit > 0, _PADDED, 1.0))
     compute = np.where(decodes, 4 * one_by_one * scores * size["head_dim"] * cores / peak, compute)
@@ -330,10 +330,9 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     return Mechanism(
         **{f"{name}_s": value for name, value in seconds.items()},
         again_s=again * ~far / cache_rate,
-        moved=moved / cache,
+        turn=(moved + others) / cache,
         blocks=blocks / cores,
         launches=launches,
-        energy=_energy(arithmetic, device, peak),
         clock=clock,
         features=np.stack([columns_of[name] for name in MECHANISM_FEATURES], axis=1),
     )
@@ -410,15 +409,6 @@ def _again(
         again = np.where(op == name, np.maximum(size["tokens"] - 1, 0) * size["batch"] * weights, again)
         at_once = np.where(op == name, weights / max(1.0, device.cores_used or device.cores or 1.0), at_once)
     return again, at_once
-
-
-def _energy(dtype: pd.Series[str], device: Device, peak: FloatArray) -> FloatArray:
-    """Joules that a device may draw for one operation at its peak, over what such an operation is taken to cost: by the bits of
-    its data type and the process. Where this is low, clocks fall under load."""
-    bits = dtype.map(ELEMENT_BYTES).to_numpy(dtype=np.float64) / 2
-    usual = _OPERATION_J * bits * (device.process_nm or _USUAL_NM) / _USUAL_NM
-    given = (device.tdp_w or np.nan) / peak / usual
-    return np.nan_to_num(np.clip(given, 0.1, 10.0), nan=1.0)
 
 
 def _compute(

@@ -614,8 +614,7 @@ def _code_of(
         name: counts[:, CODEGEN_FEATURES.index(name)] for name in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))
     }
     # counted is what one thread would run: several share it in rounds
-    cores = _cores(device)
-    share = np.ceil(view.parallel / cores) / view.parallel
+    share = np.ceil(view.parallel / _cores(device)) / view.parallel
     ns_per_cycle = share * 1e3 / (device.working_mhz or 2500.0)
     ns: dict[str, NDArray[np.floating]] = {
         name: of[name.replace("_ns", "_cycles")] * ns_per_cycle

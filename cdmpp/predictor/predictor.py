@@ -351,8 +351,7 @@ class Predictor:
         code = None
         if encoder.code_dim and counts is not None:
             code = pair_features.code_rows(counts, asts, known, program, device_index)
-        rows = self.encode_devices(devices)
-        arrays = PairArrays.encode(encoder, asts, rows, program, device_index, pair, code)
+        arrays = PairArrays.encode(encoder, asts, self.encode_devices(devices), program, device_index, pair, code)
         if encoder.pair_dim:
             unseen = np.array([self.uses_general_features_only(device) for device in devices])[device_index]
             arrays.pair[unseen] *= torch.from_numpy(pair_features.GENERAL_PAIRS)

@@ -239,8 +239,7 @@ def _errors(fitted: baselines.LatencyModel, data: TrainingData, rows: NDArray[np
     predicted = {"valid_mape": fitted.predict(data, rows)}
     ours = fitted.predictor_ if isinstance(fitted, baselines.CdmppModel) else None
     if ours is not None and ours.encoder.code_dim and data.counted(rows).any():
-        evidence = Evidence.of_rows(data, rows, compiled=True)
-        predicted["valid_mape_compiled"] = ours.predict_rows(data, rows, evidence)
+        predicted["valid_mape_compiled"] = ours.predict_rows(data, rows, Evidence.of_rows(data, rows, compiled=True))
     return {name: float(np.mean(np.abs(p / data.latency_s[rows] - 1))) for name, p in predicted.items()}
 
 

@@ -42,6 +42,8 @@ CHECKPOINT_FILE = "checkpoint.safetensors"
 HISTORY_FILE = "history.jsonl"
 #: With fewer validation tasks nothing tells which predictions are farther off than others.
 _TASKS_FOR_DIFFICULTY = 100
+#: Pairs without labels that are encoded and predicted at once: more would take gigabytes.
+_TOLD_AT_ONCE = 16384
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,9 @@ def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tup
     united, rows = subset(united, np.concatenate([np.arange(len(data)), rows])), len(data) + np.arange(len(rows))
     if not len(rows):
         raise PredictorError("data.unmeasured: all compiled programs were measured; see cdmpp codegen --device")
-    told = Evidence.of_rows(united, rows, compiled=True)
-    united.labels.loc[rows, "latency_s"] = teacher.predict_rows(united, rows, told)
+    parts = np.array_split(rows, len(rows) // _TOLD_AT_ONCE + 1)
+    told = [teacher.predict_rows(united, own, Evidence.of_rows(united, own, compiled=True)) for own in parts]
+    united.labels.loc[rows, "latency_s"] = np.concatenate(told)
     return united, replace(split, train=np.concatenate([split.train, rows]))
 
 
@@ -215,6 +218,7 @@ def prepare(
             "makes them"
         )
     encoder = encoding.FeatureEncoder.fit(FEATURE_SET, parts)
+    del parts, leaves  # gigabytes
     arrays = encode(data, encoder, config.label.relative_to)
     arrays = replace(arrays, has_code=arrays.has_code & torch.from_numpy(real))
     if config.model.general_part:  # devices in order of their names, as if the network had never seen them

@@ -371,8 +371,7 @@ class Familiarity:
             asts, devices = [data.asts[p] for p in table["program"]], [vectors[name] for name in table["device"]]
             described.append(describe_pairs(encoder, asts, np.stack(devices)))
         train, valid = described
-        distinct = len(np.unique(train, axis=0))
-        number = min(MAX_CENTRES, max(1, _MAX_NUMBERS // train.shape[1]), distinct)
+        number = min(MAX_CENTRES, max(1, _MAX_NUMBERS // train.shape[1]), len(np.unique(train, axis=0)))
         clusters = KMeans(number, n_init=1, max_iter=25, random_state=seed).fit(train)
         centres = np.asarray(clusters.cluster_centers_, dtype=np.float32)
         return cls(centres, float(np.quantile(_distance_to_nearest(valid, centres), FAMILIAR_QUANTILE)))

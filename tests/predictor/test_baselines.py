@@ -209,8 +209,7 @@ def test_released_cuts_longer_programs_and_says_how_many(data, within, caplog):
     model.fit(data, within)
     longest = model.max_leaves_
     assert longest == max(data.asts[p].n_leaves for p in data.labels["program"].iloc[within.train])
-    rng = np.random.default_rng(0)
-    long = make_ast(rng, longest + 3)
+    long = make_ast(np.random.default_rng(0), longest + 3)
     cut = replace(long, leaves=long.leaves[:longest], positions=long.positions[:longest])
     row = int(within.test[0])
     program = data.labels["program"][row]

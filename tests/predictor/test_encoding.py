@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cdmpp.errors import FeatureMismatchError, PredictorError
+from cdmpp.predictor import encoding
 from cdmpp.predictor.encoding import ColumnScaler, FeatureEncoder, signed_log1p
 
 
@@ -65,7 +67,10 @@ def test_missing_device_values_become_the_mean_with_a_flag():
     hnp.arrays(np.float64, (4, 3), elements=st.floats(-1e30, 1e30) | st.just(np.nan)),
 )
 def test_scaled_values_are_always_finite_and_bounded(fitted, rows):
-    encoded = ColumnScaler.fit(fitted, "abc", clip=5.0).transform(rows)
+    scaler = ColumnScaler.fit(fitted, "abc", clip=5.0)
+    encoded = scaler.transform(rows)
+    with mock.patch.object(encoding, "_ROWS_AT_ONCE", 3):  # four rows take two steps
+        np.testing.assert_array_equal(scaler.transform(rows), encoded)
     assert np.isfinite(encoded).all()
     assert np.abs(encoded).max() <= 5.0
 

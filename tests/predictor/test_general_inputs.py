@@ -69,8 +69,7 @@ def test_an_unseen_gpu_is_predicted_from_what_carries_over(mixed, config, part):
     predictor = found.predictor(found.trainer.network.state_dict(), {})
     asts = list(mixed.asts.values())[:8]
     one = replace(mixed.devices["slow"], name="unseen", l2_kb=512.0)
-    other = replace(one, l2_kb=16384.0)
-    same = np.array_equal(predictor.predict(asts, one), predictor.predict(asts, other))
+    same = np.array_equal(predictor.predict(asts, one), predictor.predict(asts, replace(one, l2_kb=16384.0)))
     assert same == (part > 0), "the cache is not among what carries over"
     seen = predictor.predict(asts, "slow")
     assert not np.array_equal(seen, predictor.predict(asts, "third")), "of a GPU it knows it is told all"

@@ -68,8 +68,7 @@ def test_regret_known_answer():
 
 
 def test_regret_mean_and_median_over_tasks():
-    labels = [1, 2, 1, 3, 1, 7]
-    result = score(labels, [2, 1, 2, 1, 1, 2], task=list("aabbcc"))
+    result = score([1, 2, 1, 3, 1, 7], [2, 1, 2, 1, 1, 2], task=list("aabbcc"))
     assert result["top1_regret"] == pytest.approx((1 + 2 + 0) / 3)
     assert result["top1_regret_median"] == pytest.approx(1.0)
 

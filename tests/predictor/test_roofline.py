@@ -94,8 +94,7 @@ def test_gathers_cost_where_microcode_slows_them_down() -> None:
 
 def test_parallel_loops_fill_the_cores_they_are_given() -> None:
     work = {"iterations": 8e6, "mem_instructions_32b": 4e6}
-    four = replace(CPU, cores_used=4.0)
-    found = estimate_s([program({**work, "parallel": n}) for n in (1, 4, 5)], four)
+    found = estimate_s([program({**work, "parallel": n}) for n in (1, 4, 5)], replace(CPU, cores_used=4.0))
     started = 2450 / 2e9
     assert found == pytest.approx([1e-3, 0.25e-3 + started, 1e-3 * 2 / 5 + started])
 

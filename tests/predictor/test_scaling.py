@@ -45,8 +45,7 @@ def hidden(data):
 
 @pytest.fixture(scope="module")
 def trained(hidden, tmp_path_factory):
-    config = small_config(SPEC, epochs=12, batch_size=32)
-    return train(config, hidden, tmp_path_factory.mktemp("run") / "run")
+    return train(small_config(SPEC, epochs=12, batch_size=32), hidden, tmp_path_factory.mktemp("run") / "run")
 
 
 def column(*values: float) -> np.ndarray:
@@ -149,8 +148,7 @@ def test_saved_and_loaded_it_is_the_same(trained, tmp_path: Path):
     assert ends[0] == pytest.approx(ends[1])
     change_state(tmp_path, lambda state: state.pop("scaling"))
     with pytest.raises(PredictorError, match="not taught to scale"):
-        old = replace(Predictor.load(tmp_path), specs=predictor.specs)
-        old.predict([], "fast", measured={"slow": []})
+        replace(Predictor.load(tmp_path), specs=predictor.specs).predict([], "fast", measured={"slow": []})
 
 
 def test_one_device_has_nothing_to_be_scaled_from(trained, hidden):

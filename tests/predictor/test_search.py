@@ -129,8 +129,7 @@ def test_a_trial_that_was_cut_short_does_not_count(data, small, tmp_path, script
         search(small, data, tmp_path, 3, model="lstm")
     assert (tmp_path / "best.yaml").exists(), "what was found so far is there"
     result = search(small, data, tmp_path, 3, model="lstm", resume=True)
-    states = [line["state"] for line in result.summary["trials"]]
-    assert states == ["complete", "interrupted", "complete", "complete"]
+    assert [line["state"] for line in result.summary["trials"]] == ["complete", "interrupted", "complete", "complete"]
 
 
 def test_a_diverging_trial_fails_and_the_search_goes_on(data, small, tmp_path, scripted):

@@ -43,8 +43,7 @@ def test_every_task_weighs_the_same():
     # Three tasks of 1, 2 and 100 records. (3 + 1) * 0.5 = 2 units are needed: "c" gives 1, "b" 1/2 with its smaller
     # score, "a" and "b"'s larger one come next.
     scores = [0.7, 0.2, 0.9, *np.linspace(0.01, 0.1, 100)]
-    tasks = ["a", "b", "b", *["c"] * 100]
-    by_task = ScoreDistribution.fit(scores, tasks)
+    by_task = ScoreDistribution.fit(scores, ["a", "b", "b", *["c"] * 100])
     assert by_task.units == 3
     assert by_task.quantile(0.5) == 0.7  # 1 + 1/2 + 1 >= 2, without "a" only 1.5
     assert by_task.quantile(0.375) == 0.2  # 1.5 of 1.5
@@ -57,8 +56,7 @@ def test_new_tasks_are_covered(seed, coverage, within):
     rng = np.random.default_rng(seed)
     trials, covered = 100, 0
     for _ in range(trials):
-        sizes = rng.integers(1, 21, 30)
-        tasks = np.repeat(np.arange(30), sizes)
+        tasks = np.repeat(np.arange(30), rng.integers(1, 21, 30))
         shared = rng.normal(0, 1, 31)
         errors = shared[tasks] + within * rng.normal(0, 1, len(tasks))
         q = ScoreDistribution.fit(np.abs(errors), tasks).quantile(coverage)
@@ -86,8 +84,7 @@ def test_devices_have_their_own_scores_where_there_are_enough():
     predicted = np.ones(2 * n + 1)
     label = np.concatenate([np.tile([1.1, 1 / 1.1], n // 2), np.tile([2.0, 0.5], n // 2), [1.5]])
     device = ["near"] * n + ["far"] * n + ["rare"]
-    tasks = [f"t{i}" for i in range(2 * n + 1)]
-    calibration = Calibration.fit(label, predicted, tasks, device)
+    calibration = Calibration.fit(label, predicted, [f"t{i}" for i in range(2 * n + 1)], device)
     assert calibration.devices.keys() == {"near", "far"}
     assert calibration.ends("near", 0.9) == pytest.approx(math.log(1.1) * both)
     assert calibration.ends("far", 0.9) == pytest.approx(math.log(2.0) * both)
@@ -204,8 +201,7 @@ def test_evaluate_reports_coverage(run):
         low, high = run.predictor.predict_interval([run.data.asts[p] for p in rows["program"]], device)
         inside += [*(low <= rows["latency_s"]) & (rows["latency_s"] <= high)]
     assert interval["covered"] == pytest.approx(np.mean(inside), abs=0.01)
-    bare = replace(run.predictor, calibration=None)
-    assert evaluate(bare, run.data, run.split)["overall"]["interval"] is None
+    assert evaluate(replace(run.predictor, calibration=None), run.data, run.split)["overall"]["interval"] is None
 
 
 def test_save_and_load_keep_intervals_and_flags(run, asts, tmp_path):
@@ -239,8 +235,7 @@ def test_coverage_out_of_range(run, asts, coverage):
 
 def test_unfamiliar_flags_what_is_far(run, asts):
     predictor = run.predictor
-    table = run.data.labels.iloc[run.split.valid]
-    groups = table.groupby("device")["program"]
+    groups = run.data.labels.iloc[run.split.valid].groupby("device")["program"]
     flags = np.concatenate([predictor.unfamiliar([run.data.asts[p] for p in own], name) for name, own in groups])
     assert flags.mean() == pytest.approx(1 - FAMILIAR_QUANTILE, abs=0.01)
     assert predictor.unfamiliar(asts, "slow").dtype == bool

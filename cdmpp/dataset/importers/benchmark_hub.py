@@ -164,8 +164,7 @@ def _add(group: _Group, found: common.Import, configurations: dict[tuple[str, st
     func = generators.build(name, group.problem)
     flops, n_bytes = _work(name, group.problem)
     task = Task(structural_hash(func), name, generators.describe(name, group.problem), {}, flops, n_bytes)
-    parameters = list(group.values.columns)
-    space = generator_space(task.hash, group.kernel.generator, parameters, group.problem)
+    space = generator_space(task.hash, group.kernel.generator, list(group.values.columns), group.problem)
     found.tasks[task.hash], found.spaces[space.hash] = task, space
     found.devices.add(group.device.name)
     rows = group.rows.to_dict("records")

@@ -101,8 +101,7 @@ class TaskMedian(LatencyModel):
         logs = np.log(table["latency_s"])
         self.overall_ = float(logs.median())
         self.device_ = logs.groupby(table["device"].astype(str)).median().to_dict()
-        keys = [table["task"].astype(str), table["device"].astype(str)]
-        self.task_ = logs.groupby(keys).median().to_dict()
+        self.task_ = logs.groupby([table["task"].astype(str), table["device"].astype(str)]).median().to_dict()
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         table = data.labels.iloc[rows]

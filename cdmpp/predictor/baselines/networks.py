@@ -163,8 +163,7 @@ class ReleasedNetwork(nn.Module):
             leaves = self.leaf_projection(batch.leaves[rows, :length])
             leaves = leaves + self.position(batch.positions[rows, :length])
             flat[rows, : length * self.dim] = self.encoder(leaves).flatten(1)
-        program = self.embedding(self.flatten(flat))
-        both = torch.cat([program, self.device_embedding(context.device)], dim=1)
+        both = torch.cat([self.embedding(self.flatten(flat)), self.device_embedding(context.device)], dim=1)
         return self.decoder(self.norm(both)).squeeze(-1)
 
 

@@ -230,8 +230,7 @@ def _degrees(
         def labels(degree: int | None, sample: Sequence[BundledProgram] = sample) -> Labels:
             return timed_labels(engine.run(iter([job_of(bundle, kernel, degree=degree or 1) for kernel in sample])))
 
-        candidates = [d for d in halved(group) if d > 1]
-        calibration = calibrate(labels, candidates, config.tolerance, _accept)
+        calibration = calibrate(labels, [d for d in halved(group) if d > 1], config.tolerance, _accept)
         degrees[group], alone = calibration.degree, calibration.alone_again
         for result in calibration.results:
             notify(f"programs of which {group} fit: {result}")
