@@ -254,8 +254,7 @@ class LabelTransform:
         """Standardised label -> seconds, same shape, always finite and > 0 (NaN labels stay NaN)."""
         low, high = self._raw(np.asarray([self.log_low, self.log_high]))
         raw = np.clip(np.asarray(label, dtype=np.float64) * self.std + self.mean, low, high)
-        log_ratio = np.asarray(self._log_of_raw(raw))
-        return np.exp(log_ratio + self._log_reference(reference_s))
+        return np.exp(np.asarray(self._log_of_raw(raw)) + self._log_reference(reference_s))
 
     def log_inverse(self, label: torch.Tensor, log_reference: torch.Tensor | None = None) -> torch.Tensor:
         """Standardised label -> log seconds, differentiable inside the clamped range."""

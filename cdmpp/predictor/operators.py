@@ -476,9 +476,10 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
 def _kept(table: pd.DataFrame) -> NDArray[np.bool_]:
     """Products of which a benchmark left the weights in the cache, though those that take turns with them are too large for it:
     TRT-LLM's on an L40S, one in seven of 24 to 96 MB, up to four times as fast as its memory."""
-    kept = np.zeros(len(table), dtype=bool)
-    for name, at in table[table["op"] == "gemm"].groupby("device").groups.items():
-        seen = mechanism(table.loc[at], get_device(str(name)))
+    kept, products = np.zeros(len(table), dtype=bool), np.flatnonzero(table["op"] == "gemm")
+    for name, own in table.iloc[products].groupby("device").indices.items():
+        at = products[own]
+        seen = mechanism(table.iloc[at], get_device(str(name)))
         kept[at] = (seen.turn > _TOO_LARGE) & (seen.memory_s > _TOO_FAST * table["seconds"].to_numpy()[at])
     return kept
 

@@ -62,8 +62,7 @@ def test_new_tasks_are_covered(seed, coverage, within):
         q = ScoreDistribution.fit(np.abs(errors), tasks).quantile(coverage)
         covered += abs(shared[30] + within * rng.normal()) <= q
     # four and a half standard errors, so that 10 examples fail once in 30,000 runs
-    spread = math.sqrt(coverage * (1 - coverage) / trials)
-    assert covered / trials >= coverage - 4.5 * spread
+    assert covered / trials >= coverage - 4.5 * math.sqrt(coverage * (1 - coverage) / trials)
 
 
 def test_many_records_are_kept_in_few_steps_that_are_no_narrower():
