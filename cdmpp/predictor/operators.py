@@ -310,8 +310,9 @@ class OperatorModel:
         sentence = f"cannot read the operator model of {folder}"
         with raised_as(PredictorError, sentence, KeyError, TypeError, RuntimeError):
             state = read_json(folder / _FILE)
-            known = [MECHANISM_FEATURES, *_INPUTS[1:4]]
-            if any(set(own) - set(names) for own, names in zip(state["inputs"], known, strict=False)):
+            known = [*zip(state["inputs"], [MECHANISM_FEATURES, *_INPUTS[1:4]], strict=False)]
+            known += [(own, list(vars(Constants()))) for own in state["constants"].values()]
+            if any(set(own) - set(names) for own, names in known):
                 raise PredictorError(f"{folder} was trained with other features: train it again")
             tensors, _ = load_tensors(folder / _WEIGHTS)
             solvers = None
@@ -475,7 +476,7 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
 
 def _kept(table: pd.DataFrame) -> NDArray[np.bool_]:
     """Products of which a benchmark left the weights in the cache, though those that take turns with them are too large for it:
-    TRT-LLM's on an L40S, one in seven of 24 to 96 MB, up to four times as fast as its memory."""
+    some of TRT-LLM's on an L40S are three times as fast as its memory."""
     kept, products = np.zeros(len(table), dtype=bool), np.flatnonzero(table["op"] == "gemm")
     for name, own in table.iloc[products].groupby("device").indices.items():
         at = products[own]

@@ -42,8 +42,6 @@ CHECKPOINT_FILE = "checkpoint.safetensors"
 HISTORY_FILE = "history.jsonl"
 #: With fewer validation tasks nothing tells which predictions are farther off than others.
 _TASKS_FOR_DIFFICULTY = 100
-#: Pairs without labels that are encoded and predicted at once: more would take gigabytes.
-_TOLD_AT_ONCE = 16384
 
 
 @dataclass(frozen=True)
@@ -130,9 +128,8 @@ def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tup
     united, rows = subset(united, np.concatenate([np.arange(len(data)), rows])), len(data) + np.arange(len(rows))
     if not len(rows):
         raise PredictorError("data.unmeasured: all compiled programs were measured; see cdmpp codegen --device")
-    parts = np.array_split(rows, len(rows) // _TOLD_AT_ONCE + 1)
-    told = [teacher.predict_rows(united, own, Evidence.of_rows(united, own, compiled=True)) for own in parts]
-    united.labels.loc[rows, "latency_s"] = np.concatenate(told)
+    told = Evidence.of_rows(united, rows, compiled=True)
+    united.labels.loc[rows, "latency_s"] = teacher.predict_rows(united, rows, told)
     return united, replace(split, train=np.concatenate([split.train, rows]))
 
 

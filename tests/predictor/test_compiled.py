@@ -128,12 +128,8 @@ def test_programs_measured_nowhere_teach_where_the_split_trains(counted, trained
     view = SimpleNamespace(programs={name: SimpleNamespace(task_hash=task, origin="random") for name, task in stored})
     rest = replace(counted, labels=counted.labels[~drawn].reset_index(drop=True), view=view)
     split = split_data(split_data(spec, counted).spec, rest)
-    monkeypatch.setattr("cdmpp.predictor.training._TOLD_AT_ONCE", 7)
     both, taught = with_unmeasured(rest, split, trained.predictor)
-    new = taught.train[len(split.train) :]
-    told = both.labels.iloc[new]
-    said = trained.predictor.predict_rows(both, new, Evidence.of_rows(both, new, compiled=True))
-    assert len(new) > 7 and told["latency_s"].to_numpy() == pytest.approx(said, rel=1e-5)
+    told = both.labels.iloc[taught.train[len(split.train) :]]
     wanted = drawn & counted.labels["task"].isin(rest.labels["task"].iloc[split.train])
     wanted &= counted.counted(np.arange(len(counted)))
     tables = told[told["program"].isin(view.programs)], counted.labels[wanted]

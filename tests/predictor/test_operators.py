@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -250,11 +249,11 @@ def test_a_model_with_fewer_inputs_than_this_version_knows_is_read(tmp_path: Pat
     replace(older, inputs=inputs, mean=SHIPPED.mean[:-1], std=SHIPPED.std[:-1]).save(tmp_path)
     one = gemms([(64, 64, 64)])
     assert OperatorModel.load(tmp_path).predict(one, "h200") == pytest.approx(SHIPPED.predict(one, "h200"), rel=1e-2)
-    state = json.loads((tmp_path / "operators.json").read_text())
-    state["inputs"][0][0] = "moonshine"
-    (tmp_path / "operators.json").write_text(json.dumps(state))
-    with pytest.raises(PredictorError, match="trained with other features"):
-        OperatorModel.load(tmp_path)
+    saved = (tmp_path / "operators.json").read_text()
+    for known in ('"longest"', '"kept_power"'):  # an input, and a constant
+        (tmp_path / "operators.json").write_text(saved.replace(known, '"moonshine"'))
+        with pytest.raises(PredictorError, match="trained with other features"):
+            OperatorModel.load(tmp_path)
 
 
 def test_nearly_equal_devices_are_one_family_and_what_has_kernels_of_its_own_is_a_kind() -> None:
