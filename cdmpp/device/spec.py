@@ -61,8 +61,7 @@ class Device:
     simd_pipes: int | None = None
     #: Whether a multiply-add is one instruction.
     fma: bool | None = None
-    #: fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector lanes, GPU lanes per
-    #: SM.
+    #: fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector lanes, GPU lanes an SM.
     lanes_per_core: int | None = None
     #: Data cache of one core or SM. NVIDIA since Volta: L1 and shared memory together.
     l1_kb: float | None = None

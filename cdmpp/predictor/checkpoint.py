@@ -67,11 +67,9 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
 
 def load_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
     """Read a safetensors file and its metadata; PredictorError if it is missing or damaged."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in list(file.keys())}, dict(file.metadata() or {})
-    except (OSError, SafetensorError, ValueError) as err:
-        raise PredictorError(f"{path}: expected a safetensors file, cannot read it: {err}") from err
+    unreadable = raised_as(PredictorError, f"{path}: expected a safetensors file, cannot read it", SafetensorError)
+    with unreadable, safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in list(file.keys())}, dict(file.metadata() or {})
 
 
 def save_checkpoint(path: Path, state: TrainerState, fingerprint: str) -> None:

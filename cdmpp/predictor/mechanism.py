@@ -57,6 +57,9 @@ _SPECIAL_OF_OTHERS = 16.0
 _L2_BYTES = 64.0
 _L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100": 1.0, "sm_103": 1.0, "sm_120": 0.26}
 _L2_PART_OF_OTHERS = 0.3
+#: Watts for a GFLOP/s of matrix units, a bit of their operands and a nm of their process, above which a GPU's clock falls less
+#: than others': NeuSight's, AIConfigurator's and PipeWeave's GPUs left out. The gain's power, and the most.
+_MATRIX_W, _COOL, _COOLEST = 1.9e-5, 0.3, 1.3
 #: Weights that benchmarks of engines' products take in turn, so that a cache keeps none or all of them: an L40S of 96 MB, whose
 #: cache is three times as fast as its memory, keeps those up to 16 or 19 MB.
 _IN_TURN = 5.0
@@ -117,6 +120,15 @@ def without_unit(device: Device, dtype: str) -> str:
     wanted = PIPES[_LIKE.get(dtype, dtype)]
     own = [name for name in wanted if name.split("_")[0] == wanted[0].split("_")[0]]
     return "" if used in own else f"{device.name} has no unit for {dtype}: {used or 'an assumed rate'} is used instead"
+
+
+def _cool(device: Device, dtype: str) -> float:
+    """How much more of their peak than others' the matrix units of a GPU sustain that has much power for them, 1 or more."""
+    rate, used = pipe(device, dtype)
+    if device.kind != "gpu" or not used.endswith("_matrix") or not device.tdp_w or not device.process_nm:
+        return 1.0
+    bits = int("".join(filter(str.isdigit, used)))
+    return float(np.clip((device.tdp_w / (_MATRIX_W * rate * bits * device.process_nm)) ** _COOL, 1.0, _COOLEST))
 
 
 def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
@@ -236,7 +248,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     # in fp8 attention gets no further than in 16 bits: at heads of 128 a B200 does 0.59 and 0.58 of the latter's peak
     narrow = (op == "attention") & (element < 2)
     arithmetic = table["dtype"].mask(narrow, "bfloat16")
-    of_type = {dtype: 1e9 * pipe(device, dtype)[0] for dtype in {*table["dtype"], *arithmetic}}
+    of_type = {dtype: 1e9 * pipe(device, dtype)[0] * _cool(device, dtype) for dtype in {*table["dtype"], *arithmetic}}
     peak = arithmetic.map(of_type).to_numpy(dtype=np.float64)
     has_unit = arithmetic.map({dtype: "_matrix" in pipe(device, dtype)[1] for dtype in of_type}).to_numpy(np.float64)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH[device.kind])

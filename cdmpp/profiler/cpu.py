@@ -62,8 +62,7 @@ _STACKS = (16, 32)
 
 #: Drift is relative to this quantile of the sentinel times so far: disturbances only add time.
 _BASELINE_QUANTILE = 0.1
-#: A program whose samples were mostly disturbed is measured again after this time, in which a neighbour may
-#: have finished.
+#: A program whose samples were mostly disturbed is measured again after this time, when a neighbour may be done.
 _LATER_S = 20.0
 #: That is given up where it helps fewer than this share of the programs, judged after so many.
 _LATER_HELPS, _LATER_TRIALS = 0.3, 16

@@ -167,9 +167,8 @@ class TuneConfig:
     population: int = 256
     generations: int = 3
     seed: int = 0
-    #: Measuring processes, each on cores of its own (on a GPU: programs measured side by side at most, each on
-    #: multiprocessors of its own), ``"auto"`` for as many as leave the labels of a CPU as they are; and building processes
-    #: (None: one a core).
+    #: Measuring processes, each on cores of its own (on a GPU: at most so many programs side by side, each on its SMs),
+    #: ``"auto"`` for as many as leave the labels of a CPU as they are; and building processes (None: one a core).
     workers: int | str = 1
     builders: int | None = None
     #: Workers that tune parts of the tasks at the same time (:mod:`cdmpp.tuner.workers`), as many programs measured at a

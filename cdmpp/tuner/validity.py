@@ -20,7 +20,7 @@ from scipy.special import expit
 
 from cdmpp.dataset import load_datasets
 from cdmpp.device import Device, get_device
-from cdmpp.errors import DatasetError, PredictorError, ProfilerError
+from cdmpp.errors import DatasetError, PredictorError, ProfilerError, raised_as
 from cdmpp.predictor.data import collect_asts
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.predictor.pair_features import estimate_s
@@ -202,7 +202,9 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
         judged = (folder / VERDICTS_FILE).exists()
         view = load_datasets(folder / PROGRAMS_FOLDER if judged else folder)
         if judged:
-            table = _verdicts(folder / VERDICTS_FILE)
+            with raised_as(DatasetError, f"{folder / VERDICTS_FILE} is damaged", pa.ArrowException):
+                table = pd.read_parquet(folder / VERDICTS_FILE, columns=["program", "task", "arch", "valid"])
+            table = table.rename(columns={"arch": "device"}).astype({"program": str, "task": str, "device": str})
         else:
             rows = view.records
             rows = rows[(rows["status"] != "device_lost") & (rows["task"] != "") & (rows["origin"] != "unscheduled")]
@@ -216,14 +218,6 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
     # "ok" first, so that it is what stays of several records
     table = table.sort_values("valid", ascending=False, kind="stable").drop_duplicates(["program", "device"])
     return ValidityData(table.sort_index().reset_index(drop=True), asts)
-
-
-def _verdicts(path: Path) -> pd.DataFrame:
-    try:
-        table = pd.read_parquet(path, columns=["program", "task", "arch", "valid"])
-    except (OSError, pa.ArrowException, ValueError) as err:
-        raise DatasetError(f"{path} is damaged: {err}") from err
-    return table.rename(columns={"arch": "device"}).astype({"program": str, "task": str, "device": str})
 
 
 # -- the model -------------------------------------------------------------------------------------------------

@@ -124,8 +124,7 @@ class GpuConfig(BuildConfig):
     plan: SamplingPlan = field(default_factory=lambda: GPU_PLAN)
     #: Fill the level-2 cache with something else before every sample.
     cold: bool = False
-    #: Compile and load while measuring. Without it each program goes through all stages before the next begins: the
-    #: yardstick.
+    #: Compile and load while measuring. Without it each program goes through all stages before the next begins.
     overlap: bool = True
     #: Programs that are with the measuring process at a time: what it loads ahead.
     window: int = 24
