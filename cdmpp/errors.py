@@ -36,7 +36,7 @@ class ProgramError(CdmppError):
 
 
 class UnknownDeviceError(CdmppError):
-    """A device name that is in no table; the message suggests near names."""
+    """A device name is in no table; the message suggests similar names."""
 
 
 class DatasetError(CdmppError):
@@ -56,11 +56,11 @@ class LabelError(CdmppError):
 
 
 class PredictorError(CdmppError):
-    """A predictor cannot be loaded, trained or asked."""
+    """A predictor cannot be loaded, trained or used."""
 
 
 class FeatureMismatchError(PredictorError):
-    """Features were made by another feature set than the one asked for."""
+    """Features were made with another feature set than the expected one."""
 
 
 class ProfilerError(CdmppError):
@@ -80,13 +80,13 @@ class PriceError(CdmppError):
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in one line; of an OSError without the path, which the message names already."""
+    """The message of an error in one line; for an OSError without the path, which our own message already names."""
     return getattr(error, "strerror", None) or " ".join(str(error).split())
 
 
 @contextmanager
 def raised_as(error: type[CdmppError], sentence: str, *more: type[Exception]) -> Iterator[None]:
-    """An error of ours for what files and their content raise: OSError, ValueError and ``more``; the sentence, then why."""
+    """Turn OSError, ValueError and ``more``, which files and their content raise, into ``error``: the sentence, then why."""
     kinds: tuple[type[Exception], ...] = (OSError, ValueError, *more)
     try:
         yield

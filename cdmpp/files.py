@@ -1,4 +1,4 @@
-"""What all packages share: files that are written whole or not at all, tables, and seconds as text."""
+"""Helpers of all packages: files that are written whole or not at all, shipped tables, and durations as text."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-#: Bytes of text that are read at most.
+#: Size in bytes of the largest text file that is read.
 MOST_TEXT = 1 << 28
-#: Collections of YAML inside each other, at most.
+#: Deepest nesting of YAML collections that is read.
 _MOST_NESTED = 100
 
 
 def read_text(path: str | Path) -> str:
-    """A text file (OSError; ValueError: not UTF-8, or too large to be one of ours)."""
+    """The content of a text file (OSError; ValueError: it is not UTF-8, or too large to be one of ours)."""
     if (size := Path(path).stat().st_size) > MOST_TEXT:
         raise ValueError(f"{size} bytes, expected {MOST_TEXT} at most")
     return Path(path).read_text(encoding="utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of JSON (ValueError, also where it is nested too deeply)."""
+    """The value of a JSON text (ValueError: it is malformed or nested too deeply)."""
     try:
         return json.loads(text)
     except RecursionError as err:
@@ -38,13 +38,13 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """The values of a YAML file, plain ones alone (OSError, ValueError)."""
+    """The value of a YAML file, limited to plain types (OSError, ValueError)."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C one is ten times as fast
     text, depth = read_text(path), 0
     try:
-        for event in yaml.parse(text, loader):  # the C loader would overflow the stack
+        for event in yaml.parse(text, loader):  # without this check the C loader could overflow the stack
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MOST_NESTED:
                 raise RecursionError
@@ -57,9 +57,9 @@ def read_yaml(path: str | Path) -> Any:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A draft beside ``path`` to write to; it takes the place of ``path`` at the end, durably, unless an error came before.
+    """A draft file beside ``path`` to write to; it replaces ``path`` durably at the end, unless an error is raised before.
 
-    OSError: the disk is full or the folder cannot be written; what was there stays."""
+    OSError: the disk is full or the folder cannot be written; ``path`` stays as it was."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield draft
@@ -71,23 +71,23 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file; OSError as of :func:`replacing`."""
+    """Replace a text file; OSError as in :func:`replacing`."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file, its keys in order; OSError as of :func:`replacing`, ValueError for NaN and infinity."""
+    """Replace a JSON file, its keys sorted; OSError as in :func:`replacing`, ValueError for NaN and infinity."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
 def cache_folder() -> Path:
-    """The user's cache of what cdmpp computed."""
+    """The folder in the user's cache for what cdmpp computes."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cdmpp"
 
 
 def cache_file(folder: Path, name: str) -> Path:
-    """Where a file that is computed from a folder's content is kept: reading a folder does not change it."""
+    """Cache path of a file computed from a folder's content. It is elsewhere, so that reading a folder does not change it."""
     return cache_folder() / hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16] / name
 
 
@@ -111,6 +111,6 @@ def seconds_text(value_s: float | None) -> str:
 
 @cache
 def shipped_table(name: str) -> dict[str, Any]:
-    """A table of the package, such as ``device/cpus.yaml``; it is read once, and not to be changed."""
+    """A table of the package, such as ``device/cpus.yaml``. It is read once; callers must not change it."""
     rows: dict[str, Any] = read_yaml(Path(__file__).parent / name)
     return rows

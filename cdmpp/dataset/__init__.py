@@ -1,4 +1,4 @@
-"""Datasets: records and the programs they are of, on disk; labels and splits made of them."""
+"""Datasets on disk: programs and the records of their measurements; and labels and splits made from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cdmpp.dataset.store import Dataset, load_datasets
     from cdmpp.dataset.view import DatasetView, noise_floor_mape
 
-#: Imported when first used: they need pandas.
+#: Imported on first use, because they need pandas.
 _PUBLIC = {
     "record": ["Record", "SCHEMA_VERSION"],
     "split": ["Split"],

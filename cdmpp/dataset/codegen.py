@@ -1,4 +1,4 @@
-"""Counted instructions of a dataset's programs: the file beside its records."""
+"""Instruction counts of a dataset's programs, in a file beside its records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCHEMA = pa.schema(
 
 
 def save_codegen(path: Path, counts: Mapping[tuple[str, str], NDArray[np.float32]]) -> None:
-    """Write counts; DatasetError where that fails, and what was there stays."""
+    """Write counts. If that fails, raises DatasetError and keeps the old file."""
     keys = sorted(counts)
     rows = np.array([counts[key] for key in keys], dtype=np.float32).reshape(-1, len(CODEGEN_FEATURES))
     names = [program for program, _ in keys], [code for _, code in keys]

@@ -1,5 +1,5 @@
-"""A dataset of operators that libraries ran: ``operators.parquet``, with the columns of :data:`cdmpp.program.operators.COLUMNS`
-and of :data:`LABELS`, and ``meta.json``, which says where they are from."""
+"""Datasets of library operators: ``operators.parquet``, with the columns of :data:`cdmpp.program.operators.COLUMNS` and
+:data:`LABELS`, and ``meta.json``, which names the source of the measurements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cdmpp.files import replacing, write_text
 from cdmpp.program.operators import COLUMNS, SIZES, operator_table
 
 OPERATOR_FILE = "operators.parquet"
-#: Frameworks of PyTorch's kernels: on a CPU with weights in the caches, and with weights that no cache holds; and calls that a
-#: GPU's host made one by one, whose time is in them.
+#: Values of ``framework`` for PyTorch's kernels: on a CPU with the weights in its caches, and with weights in no cache; and on
+#: a GPU, called one by one from the host, with latencies that include the time of the call.
 TORCH, TORCH_COLD, TORCH_CALLS = "torch", "torch-cold", "torch-calls"
 
-#: Column of a label -> what it is.
+#: Label column -> its meaning.
 LABELS: dict[str, str] = {
     "device": "canonical name",
     "framework": "whose kernels: vllm, sglang, trtllm, torch, miopen, ...",
@@ -32,8 +32,8 @@ LABELS: dict[str, str] = {
 
 
 def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = False, **meta: Any) -> None:
-    """Write a new dataset (or ``replace`` one) of a table with the columns of :data:`LABELS` besides those of operators;
-    DatasetError: there is one already, or the files cannot be written."""
+    """Write a table of operators with the columns of :data:`LABELS` as a new dataset, or ``replace`` one; ``meta`` goes into
+    ``meta.json``. DatasetError if there is a dataset already, or the files cannot be written."""
     folder = Path(folder)
     if (folder / META_FILE).exists() and not replace:
         raise DatasetError(f"{folder} is a dataset already: choose a new folder")
@@ -51,8 +51,8 @@ def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = 
 
 
 def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """The operators of dataset folders, or of folders of them, in one table (DatasetError: there are none, or a file cannot be
-    read)."""
+    """The operators of dataset folders, or of folders that contain such folders, in one table. DatasetError if there are none,
+    or a file cannot be read."""
     given = [folders] if isinstance(folders, str | Path) else folders
     files = [file for folder in map(Path, given) for file in _files(folder)]
     if not files:
@@ -74,7 +74,7 @@ def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 
 
 def holds_operators(folder: str | Path) -> bool:
-    """Whether a folder is a dataset of operators, or has one in it."""
+    """Whether a folder is a dataset of operators or directly contains one."""
     return bool(_files(Path(folder)))
 
 

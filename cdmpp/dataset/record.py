@@ -1,20 +1,20 @@
-"""One measurement, or the reason why there is none; and what records and the programs they are of look like on disk.
+"""Records: measurements of programs, or the reasons why there are none; and the files that store records and programs.
 
 A dataset is a folder::
 
-    meta.json          {"schema_version": 1, "created_at": unix seconds, ...}: free for notes;
-                       ``network_families`` ({network: family}) is read by the splits
-    rows.db            while profiling: what was added, in SQLite (see :mod:`cdmpp.dataset.store`)
-    tasks.parquet      after ``finalize()``; rows added later are read on top
+    meta.json          {"schema_version": 1, "created_at": unix seconds, ...}: other entries are free;
+                       splits read ``network_families`` ({network: family})
+    rows.db            while profiling: rows added so far, in SQLite (see :mod:`cdmpp.dataset.store`)
+    tasks.parquet      after ``finalize()``; rows added later are read from ``rows.db``
     spaces.parquet
     programs.parquet
     records.parquet
 
 The columns of the parquet files are the fields of :class:`~cdmpp.program.types.Task`, :class:`~cdmpp.program.types.Space`,
-:class:`~cdmpp.program.types.Program` and :class:`~cdmpp.dataset.record.Record`. Of a record's ``meta``, the keys of
-:data:`META_COLUMNS` are columns of their own; the rest is one JSON string.
+:class:`~cdmpp.program.types.Program` and :class:`~cdmpp.dataset.record.Record`. The keys :data:`META_COLUMNS` of a record's
+``meta`` are separate columns; the rest is one JSON string.
 
-While a dataset grows, a row of a task, space or program is the JSON of its :func:`dataclasses.asdict`; fields at their default
+In ``rows.db``, a row of a task, space or program is the JSON of its :func:`dataclasses.asdict`; fields with their default value
 may be missing.
 """
 
@@ -38,13 +38,13 @@ from cdmpp.program.types import Program, Space, Task
 
 @dataclass(frozen=True)
 class Record:
-    """One program on one device: latency samples in seconds, or a typed failure.
+    """A measurement of one program on one device: latency samples in seconds, or a typed failure.
 
     ``device`` is a canonical name, ``status`` "ok" or one of :data:`cdmpp.errors.FAILURE_KINDS`. ``latency_s`` is the label
-    (None for a failure), made of ``samples_s`` in the order in which they were taken (stored as float32); ``noise`` is the
-    relative difference of the labels of their two halves, |a - b| / mean(a, b) (None if unknown). ``error`` is what went wrong,
-    for people; ``measured_at`` Unix time in seconds; ``meta`` everything else worth keeping (JSON values), such as build_s,
-    attempts, session."""
+    (None for a failure), computed from ``samples_s`` (in the order in which they were taken, stored as float32). ``noise`` is
+    the relative difference between the labels of the two halves of the samples, |a - b| / mean(a, b) (None if unknown).
+    ``error`` is a message for people, ``measured_at`` Unix time in seconds, ``meta`` everything else worth keeping (JSON
+    values), such as build_s, attempts, session."""
 
     program: str
     device: str
@@ -57,8 +57,8 @@ class Record:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def validate(self) -> None:
-        """Refuse what cannot be a measurement; the message names the record. DatasetError: an unknown status, no program or no
-        device. LabelError: a latency or sample that is no :func:`is_label`, a noise below 0; a failure that has a latency."""
+        """Raise an error that names the record if it cannot be a measurement. DatasetError: an unknown status, no program, or
+        no device. LabelError: :func:`is_label` refuses the latency or a sample, noise below 0, or a failure with a latency."""
         if not self.program or not self.device:
             raise DatasetError(f"a record needs a program and a device, got {self.program!r} and {self.device!r}")
         if self.status not in STATUSES:
@@ -84,34 +84,34 @@ def is_label(latency_s: float | None) -> bool:
     return latency_s is not None and math.isfinite(latency_s) and latency_s > 0
 
 
-#: Version of everything described above. Another version is refused, never guessed at.
+#: Version of everything described above. Other versions are refused.
 SCHEMA_VERSION = 1
 
 META_FILE = "meta.json"
 ROWS_FILE = "rows.db"
 _META_KEY = b"cdmpp"
 
-#: Keys of ``Record.meta`` that have a column. Values of another type stay in the JSON.
+#: Keys of ``Record.meta`` that have a column, and its type. Values of another type stay in the JSON string.
 META_COLUMNS: dict[str, type] = {
     "build_s": float, "run_s": float, "attempts": int, "workers": int, "threads": int, "drift": float, "steal_pct": float,
     "session": str,
 }  # fmt: skip
 
-#: An error message longer than this loses its middle.
+#: Longer error messages lose their middle.
 MAX_ERROR_CHARS = 1000
 
-#: Columns of ``Dataset.records``; ``meta`` is the JSON string of what has no column.
+#: Columns of ``Dataset.records``; ``meta`` is the JSON string of the keys that have no column.
 RECORD_COLUMNS: tuple[str, ...] = (
     "program", "task", "device", "status", "latency_s", "samples_s", "noise", "error", "measured_at", "origin",
     *META_COLUMNS, "meta",
 )  # fmt: skip
 
 _TEXT, _REAL, _SHORT, _WHOLE = pa.string(), pa.float64(), pa.float32(), pa.int32()
-#: Text of which there are few different ones.
+#: Text with few distinct values.
 _FEW = pa.dictionary(pa.int32(), pa.string())
 _TYPES: dict[type, pa.DataType] = {float: _SHORT, int: _WHOLE, str: _FEW}
 
-#: The tables, in the order in which they are written: what is referred to comes first.
+#: The tables, in the order in which they are written: a table comes after those that it refers to.
 SCHEMAS: dict[str, pa.Schema] = {
     "tasks": pa.schema([
         ("hash", _TEXT), ("name", _TEXT), ("tir_json", _TEXT), ("networks", _TEXT),
@@ -134,12 +134,12 @@ SCHEMAS: dict[str, pa.Schema] = {
 
 
 def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **note: Any) -> None:
-    """Write, read back and compare, then move into place; ``note`` are JSON values for the file's metadata. Of zstd, level 19
-    makes the smallest file, 9 one that is a tenth larger and many times faster to write. DatasetError: the disk is full, or
-    what was read back differs; the file that was there before is untouched."""
+    """Write a table, read it back and compare, then move the file into place; ``note`` are JSON values for its metadata.
+    zstd level 19 gives the smallest files; with level 9 they are a tenth larger and written many times faster. DatasetError if
+    the disk is full, or the table read back differs; then the old file is untouched."""
     metadata = json.dumps({"schema_version": SCHEMA_VERSION, **note}).encode()
     table = table.replace_schema_metadata({_META_KEY: metadata})
-    # Numbers with their bytes in separate streams, which saves a third; the rest by dictionary.
+    # Numbers are stored as byte streams (byte_stream_split), which saves a third; the rest is dictionary-encoded.
     lists = [f"{column.name}.list.element" for column in table.schema if pa.types.is_list(column.type)]
     numbers = [column.name for column in table.schema if pa.types.is_floating(column.type)]
     others = [c.name for c in table.schema if not pa.types.is_list(c.type) and c.name not in numbers]
@@ -158,8 +158,8 @@ def write_parquet(path: Path, table: pa.Table, compression_level: int = 19, **no
 
 
 def read_parquet(path: Path, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any]]:
-    """The columns of ``schema``, and the note of :func:`write_parquet`. DatasetError: the file is damaged, not one of ours, or
-    lacks columns. SchemaVersionError: another version wrote it."""
+    """The columns of ``schema`` in a file, and the ``note`` given to :func:`write_parquet`. DatasetError if the file is
+    damaged, not written by cdmpp, or lacks columns. SchemaVersionError if it has another schema version."""
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
         note = json.loads((file.schema_arrow.metadata or {}).get(_META_KEY, b"null"))
@@ -177,7 +177,7 @@ def read_parquet(path: Path, schema: pa.Schema) -> tuple[pa.Table, dict[str, Any
 
 
 def check_schema_version(meta: Mapping[str, Any], path: Path) -> None:
-    """Refuse any schema version but ours (SchemaVersionError says both)."""
+    """Raise SchemaVersionError, which names both versions, unless the schema version is ours."""
     version = meta.get("schema_version")
     if version != SCHEMA_VERSION:
         raise SchemaVersionError(
@@ -186,20 +186,20 @@ def check_schema_version(meta: Mapping[str, Any], path: Path) -> None:
 
 
 def task_from_json(row: Mapping[str, Any], known: Mapping[str, Task]) -> Task:
-    """A task, united with a known one; a row may also give a known task further networks."""
+    """The task of a row, with the networks of the known task of its hash. A row may also only add networks to a known task."""
     task = Task(**row) if "tir_json" in row else replace(known[row["hash"]], networks=row["networks"])
     return unite_networks(known.get(task.hash, task), task)
 
 
 def unite_networks(task: Task, other: Task) -> Task:
-    """The task with the networks of both; on a network of both, the first weight stays."""
+    """The task with the networks of both. If both have a network, the weight of the first counts."""
     if set(other.networks) <= set(task.networks):
         return task
     return replace(task, networks={**other.networks, **task.networks})
 
 
 def record_to_json(record: Record) -> dict[str, Any]:
-    """A row of a record; empty fields are left out, samples keep seven digits (float32)."""
+    """A record as a JSON row. Empty fields are left out, samples keep seven digits (float32)."""
     row = {
         **vars(record),
         "latency_s": None if record.latency_s is None else float(record.latency_s),
@@ -213,14 +213,14 @@ def record_to_json(record: Record) -> dict[str, Any]:
 
 
 def record_from_json(row: Mapping[str, Any]) -> Record:
-    """Inverse of :func:`record_to_json`, validated (TypeError, DatasetError, LabelError for another row)."""
+    """Inverse of :func:`record_to_json`, validated (TypeError, DatasetError or LabelError if the row is no valid record)."""
     record = Record(**{**row, "samples_s": tuple(row.get("samples_s", ()))})
     record.validate()
     return record
 
 
 def _plain_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Meta as JSON can hold it: numpy scalars as Python numbers; None, NaN and infinity are left out."""
+    """Meta that JSON can hold: NumPy scalars become Python numbers; None, NaN and infinity are left out."""
     plain = {name: value.item() if hasattr(value, "item") else value for name, value in meta.items()}
     return {
         name: value
@@ -236,7 +236,7 @@ def shorten(message: str) -> str:
 
 
 _ITEMS: dict[str, type] = {"tasks": Task, "spaces": Space, "programs": Program}
-#: So that equal instructions lie side by side, and decisions compress.
+#: Sort order of the rows: equal instructions become neighbours, and decisions compress well.
 _ORDER = {
     "tasks": ("hash",),
     "spaces": ("task_hash", "index", "hash"),
@@ -245,7 +245,7 @@ _ORDER = {
 
 
 def to_arrow(table: str, items: Iterable[Any]) -> pa.Table:
-    """Tasks, spaces or programs as one of :data:`~cdmpp.dataset.record.SCHEMAS`; ``networks`` as JSON."""
+    """Tasks, spaces or programs as a table with the schema of that name in :data:`SCHEMAS`; ``networks`` as JSON."""
 
     def place(row: Mapping[str, Any]) -> list[Any]:
         return ["" if row[name] is None else row[name] for name in _ORDER[table]]
@@ -257,7 +257,7 @@ def to_arrow(table: str, items: Iterable[Any]) -> pa.Table:
 
 
 def from_arrow(table: str, stored: pa.Table) -> dict[str, Any]:
-    """Inverse of :func:`to_arrow`, by hash."""
+    """Inverse of :func:`to_arrow`: a dictionary by hash."""
     columns = {name: stored.column(name).to_pylist() for name in SCHEMAS[table].names}
     if table == "tasks":
         columns["networks"] = list(map(parse_json, columns["networks"]))
@@ -265,14 +265,14 @@ def from_arrow(table: str, stored: pa.Table) -> dict[str, Any]:
     return {item.hash: item for item in items}
 
 
-#: Type of a field as it is written -> what its value may be.
+#: Annotation of a field, as text -> types that its value may have.
 _VALUES: dict[str, Any] = {
     "str": str, "str | None": (str, type(None)), "int": int, "float": (int, float), "float | None": (int, float, type(None)),
 }  # fmt: skip
 
 
 def checked(item: Any) -> Any:
-    """A task, space, program or record, if its fields have their types (TypeError)."""
+    """The given task, space, program or record; TypeError if a field is not of its annotated type."""
     for each in fields(item):
         value = getattr(item, each.name)
         kind = _VALUES.get(str(each.type), Mapping if str(each.type).startswith("Mapping") else object)
@@ -283,7 +283,7 @@ def checked(item: Any) -> Any:
 
 
 def records_to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Records as rows; ``task`` and ``origin`` are left to the dataset, which knows the programs."""
+    """Records as rows of a frame. The dataset, which knows the programs, adds ``task`` and ``origin``."""
     rows = [
         (r.program, r.device, r.status, r.latency_s, tuple(r.samples_s), r.noise, shorten(r.error),
          float(r.measured_at), *_split_meta(r.meta))
@@ -308,7 +308,7 @@ def records_from_arrow(table: pa.Table) -> pd.DataFrame:
 
 
 def _frame(columns: Iterable[Sequence[Any]]) -> pd.DataFrame:
-    """Columns in the order of the schema; numbers as float64, None as NaN or ""."""
+    """A frame of columns given in schema order; numbers become float64, None becomes NaN or ""."""
     series = {}
     for column, values in zip(SCHEMAS["records"], columns, strict=True):
         if pa.types.is_floating(column.type) or pa.types.is_integer(column.type):
@@ -330,7 +330,7 @@ def _split_meta(meta: Mapping[str, Any]) -> list[Any]:
 
 
 def join_meta(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """A record's meta, of a row of ``Dataset.records``."""
+    """The meta of a record, from a row of ``Dataset.records``."""
     meta: dict[str, Any] = json.loads(row["meta"]) if row["meta"] else {}
     for name, kind in META_COLUMNS.items():
         value = row[name]

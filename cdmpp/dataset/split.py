@@ -1,25 +1,25 @@
-"""Which labels train, validate and test. A text makes a split, ``kind:key=value;key=value``, and all take ``seed``:
+"""Splits of labels into train, valid and test. A split is specified as text, ``kind:key=value;key=value``; all take ``seed``:
 
 ``by_network``
-    Tests on networks whose tasks appear nowhere in training. Every task that occurs in a held-out network is tested, also
-    where a training network has it too; a network is held out at every size and batch (``resnet18@b4`` goes with
-    ``resnet18``). ``heldout`` are names joined by ``+`` or ``,``, or how many to choose (four, or fewer if there are fewer
-    than six networks): of different families as far as can be, with at least half of the tasks left to training. ``valid``
-    are names, or the fraction of the other labels that validation networks should have at least (0.1); with one network
-    left to train on, tasks are drawn from it. ``adapt`` (0) is the fraction of the held-out networks' programs that may be
-    looked at without their labels, in place of being tested; ``others`` (0) the fraction of the tasks of no network, such
-    as operators that were measured alone, that are tested, and as many validated.
+    Tests on networks whose tasks appear nowhere in training. Every task of a held-out network is in test, even if a
+    training network has it too; a network is held out at every size and batch (``resnet18@b4`` goes with ``resnet18``).
+    ``heldout`` is a list of names joined by ``+`` or ``,``, or how many networks to choose (four, or fewer if there are
+    fewer than six networks). Chosen networks are of different families if possible and leave at least half of the tasks to
+    training. ``valid`` is a list of names, or the minimum fraction of the other labels for validation networks (0.1); if
+    only one network is left, tasks are drawn from it. ``adapt`` (0) is the fraction of the held-out networks' programs that
+    may be used without their labels and are not tested. ``others`` (0) concerns tasks of no network, such as operators
+    measured alone: this fraction of them is tested, and as many are in valid.
 ``by_device``
-    Tests on devices that appear nowhere in training; their programs may well be, measured on other devices: that is the
-    question asked. ``heldout`` are names, aliases included (one is chosen); ``tasks`` hashes whose labels on the held-out
-    devices train (few-shot); ``valid`` is the fraction of the training devices' tasks (0.1), ``adapt`` as above.
+    Tests on devices that appear nowhere in training. Training may have the same programs, measured on other devices: the
+    question is new devices. ``heldout`` are names or aliases (default: one is chosen); ``tasks`` are hashes of tasks whose
+    labels on these devices train (few-shot); ``valid`` is a fraction of the training devices' tasks (0.1), ``adapt`` as above.
 ``by_task``
     Tests on tasks that appear nowhere in training; ``test`` (0.2) and ``valid`` (0.1) are fractions of the tasks.
 ``within_task``
-    Tests on programs that are not in training, of tasks that are; ``test`` (0.2) and ``valid`` (0.1) are fractions of the
-    programs. The easiest of the four: it says how well the predictor fits, not what it knows of new work.
+    Tests on new programs of tasks that are in training; ``test`` (0.2) and ``valid`` (0.1) are fractions of the programs.
+    The easiest of the four: it shows how well the predictor fits, not how it does on new tasks.
 
-Choices depend on a hash of the seed and the *names* of what is chosen from: more data later moves few tasks to another part.
+Choices depend on a hash of the seed and the *names* to choose from, so data added later moves few tasks to another part.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from cdmpp.errors import SplitError, UnknownDeviceError
 
 _LOG = logging.getLogger(__name__)
 
-#: Kinds of splits, and the column whose values may not be shared by train (or valid) and test.
+#: Kind of split -> the label column of which train (or valid) and test may not share a value.
 KINDS = {"by_network": "task", "by_task": "task", "by_device": "device", "within_task": "program"}
 _KEYS: dict[str, tuple[str, ...]] = {
     "by_network": ("heldout", "valid", "adapt", "others", "seed"),
@@ -53,31 +53,31 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "within_task": ("test", "valid", "seed"),
 }
 
-#: The parts of a split; ``adapt`` may be empty, and its labels are not to be used.
+#: The parts of a split; ``adapt`` may be empty, and its labels must not be used.
 PARTS: tuple[str, ...] = ("train", "valid", "test", "adapt")
 
-#: Networks that ``by_network`` holds out where their number is not given.
+#: Number of networks that ``by_network`` holds out by default.
 DEFAULT_HELD_OUT_NETWORKS = 4
-#: Chosen test networks should take at most so much of the tasks; if that is too little, at most so much.
+#: Maximum share of the tasks for chosen test networks: the first value if it admits enough networks, else the second.
 _TEST_SHARES = (0.35, 0.5)
-#: Of so many random choices, the first is taken that tests this share of the tasks at least.
+#: Of this many random choices, the first that tests at least this share of the tasks is taken.
 _CHOICES = 8
 _MIN_TEST_SHARE = 0.15
-#: A validation network may take at most so much of the training labels.
+#: Maximum share of the training labels for validation networks.
 _MAX_VALID_SHARE = 0.25
 
-#: Task hash -> networks it occurs in; a :class:`~cdmpp.program.types.Task` will do as the value.
+#: Task hash -> networks it occurs in. The value may also be a :class:`~cdmpp.program.types.Task`.
 TaskNetworks = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Row numbers (sorted, int64) of a label table. Everything fitted is fitted on train.
+    """A split of a label table, as row numbers (sorted, int64). Everything that is fitted must be fitted on train.
 
-    ``spec`` makes the same split again, choices spelt out. ``held_out`` are networks (``by_network``) or devices
-    (``by_device``), ``allowed_tasks`` those whose labels on held-out devices may train. Programs of ``adapt`` are held out as
-    well and may be looked at, but not their labels (domain adaptation), and none is in test: compare models with and without on
-    the same split. ``fingerprint`` is that of the label table (:func:`cdmpp.dataset.view.label_fingerprint`)."""
+    ``spec`` makes the same split again: it names all choices. ``held_out`` are networks (``by_network``) or devices
+    (``by_device``), ``allowed_tasks`` the tasks whose labels on held-out devices may be in train. Programs of ``adapt`` are
+    held out too; they may be used without their labels (domain adaptation), and none is in test. Compare models with and
+    without adaptation on the same split. ``fingerprint`` is :func:`cdmpp.dataset.view.label_fingerprint` of the label table."""
 
     kind: str
     spec: str
@@ -94,10 +94,10 @@ class Split:
     def parse(
         spec: str, labels: pd.DataFrame, networks: TaskNetworks | None = None, families: Mapping[str, str] | None = None
     ) -> Split:
-        """The split of a label table that a text names (see the module), checked to be disjoint.
+        """Split a label table as the text `spec` says (see the module), and check that the parts are disjoint.
 
-        ``by_network`` needs the networks, and uses families (network -> family) when it chooses. SplitError: the text is
-        malformed, none of the names has a label (some: a warning), or nothing would be left to train on or to test."""
+        ``by_network`` needs `networks`, and uses `families` (network -> family) to choose networks. SplitError if the text is
+        malformed, no given name has a label (if only some have none: a warning), or train or test would be empty."""
         kind, options = _read_spec(spec)
         if not len(labels):
             raise SplitError("there are no labels to split")
@@ -110,16 +110,16 @@ class Split:
         return _by_network(labels, networks, families or {}, **options)
 
     def part(self, name: str) -> NDArray[np.int64]:
-        """``train``, ``valid``, ``test`` or ``adapt`` (SplitError for another name)."""
+        """Row numbers of ``train``, ``valid``, ``test`` or ``adapt`` (SplitError for another name)."""
         if name not in PARTS:
             raise SplitError(f"a split has no part {name!r}; it has {', '.join(PARTS)}")
         rows: NDArray[np.int64] = getattr(self, name)
         return rows
 
     def check_disjoint(self, labels: pd.DataFrame, networks: TaskNetworks | None = None) -> None:
-        """Make sure that nothing of the test part is known in training; ``networks`` are needed for ``by_network``. SplitError:
-        the table is another one, parts share a row, train, valid and test share what they must not (:data:`KINDS`), adapt and
-        test share a program, or a task of a held-out network is in train or valid."""
+        """Check that training knows nothing of the test part; ``by_network`` needs `networks`. SplitError if the split was made
+        of another table, parts share a row, train, valid and test share what they must not (:data:`KINDS`), adapt and test
+        share a program, or a task of a held-out network is in train or valid."""
         self.check_table(labels)
         rows = np.concatenate([self.part(name) for name in PARTS])
         if len(rows) and (rows.min() < 0 or rows.max() >= len(labels)):
@@ -148,19 +148,19 @@ class Split:
             raise SplitError(f"split {self.spec}: {len(shared)} {what}: {', '.join(shared[:3])}")
 
     def check_table(self, labels: pd.DataFrame) -> None:
-        """Make sure that the row numbers are of this label table (SplitError)."""
+        """Raise SplitError if the split was made of another label table."""
         if self.fingerprint and label_fingerprint(labels) != self.fingerprint:
             raise SplitError(f"split {self.spec} was made of another label table ({self.fingerprint})")
 
     def to_json(self) -> str:
-        """As JSON text; ``adapt`` is left out where it is empty."""
+        """The split as JSON text, without ``adapt`` if that is empty."""
         parts = PARTS if len(self.adapt) else PARTS[:3]
         names = ("kind", "spec", "seed", "held_out", "allowed_tasks", "fingerprint", *parts)
         return json.dumps({name: getattr(self, name) for name in names}, default=lambda rows: rows.tolist())
 
     @classmethod
     def from_json(cls, text: str) -> Split:
-        """Inverse of :meth:`to_json` (SplitError for another text)."""
+        """Inverse of :meth:`to_json` (SplitError if the text is no split)."""
         try:
             value = {"adapt": (), **json.loads(text)}
             if value["kind"] not in KINDS:
@@ -239,7 +239,7 @@ def _by_device(
 
 
 def _by_unit(kind: str, labels: pd.DataFrame, test: float = 0.2, valid: float = 0.1, seed: int = 0) -> Split:
-    """Of tasks (``by_task``) or programs (``within_task``)."""
+    """A split by tasks (``by_task``) or programs (``within_task``)."""
     _check_fractions(test, valid)
     column = labels[KINDS[kind]]
     tested = _draw(set(column), test, seed, "test")
@@ -256,7 +256,7 @@ def _split(
     is_valid: pd.Series,
     networks: TaskNetworks | None = None,
 ) -> Split:
-    """The parts and the specification, which does not mention ``tasks``, ``adapt`` and ``others`` where there are none."""
+    """Make a split: its parts and its specification, which leaves out ``tasks``, ``adapt`` and ``others`` if empty or 0."""
     adapt = options.get("adapt", 0.0)
     if not 0 <= adapt < 1:
         raise SplitError(f"fraction adapt={adapt:g} must be at least 0 and below 1")
@@ -290,7 +290,7 @@ def _split(
 def _choose_networks(
     every: Sequence[str], members: Mapping[str, set[str]], number: int | None, seed: int, families: Mapping[str, str]
 ) -> list[str]:
-    """Networks to hold out: of different families and with few tasks first, never with more than half."""
+    """Networks to hold out, preferably of different families and with few tasks, never with more than half of the tasks."""
     few = max(1, len(every) // 3)
     wanted = number if number is not None else DEFAULT_HELD_OUT_NETWORKS if len(every) >= 6 else few
     if wanted < 1 or len(every) <= wanted:
@@ -314,7 +314,7 @@ def _choose_networks(
 def _first_fitting(
     order: Sequence[str], members: Mapping[str, set[str]], wanted: int, family: Mapping[str, str]
 ) -> list[str]:
-    """The first networks in this order that are of different families and have few tasks together."""
+    """The first networks in this order that are of different families and have few tasks in total."""
     chosen: list[str] = []
     used: set[str] = set()
     for share in _TEST_SHARES:
@@ -337,7 +337,7 @@ def _count(members: Mapping[str, set[str]], networks: Collection[str]) -> int:
 def _validation_networks(
     rest: Mapping[str, set[str]], task_rows: Mapping[str, int], fraction: float, seed: int
 ) -> list[str]:
-    """Networks with about the fraction of the labels that are left; none if every one would take too much."""
+    """Networks that have about this fraction of the remaining labels; none if each network alone has too many."""
     _check_fractions(0.0, fraction)
     total = sum(task_rows[task] for task in rest)
     chosen: list[str] = []
@@ -363,7 +363,7 @@ def ordered(names: Iterable[str], seed: int, purpose: str) -> list[str]:
 
 
 def _draw(names: Collection[str], fraction: float, seed: int, purpose: str) -> set[str]:
-    """About the fraction of the names; at least one if any is wanted and one is left."""
+    """Random names, about this fraction of them. At least one, if the fraction is above 0 and there are several names."""
     drawn = {name for name in names if _key(name, seed, purpose) < fraction}
     if not drawn and fraction > 0 and len(names) > 1:
         drawn = {ordered(names, seed, purpose)[0]}
@@ -371,18 +371,18 @@ def _draw(names: Collection[str], fraction: float, seed: int, purpose: str) -> s
 
 
 def architecture(network: str) -> str:
-    """A network without its size and batch (``resnet18@s160b4`` -> ``resnet18``): what a split holds out together."""
+    """A network's name without size and batch (``resnet18@s160b4`` -> ``resnet18``); splits hold it out at all of them."""
     return network.split("@", 1)[0]
 
 
 def _architectures(networks: TaskNetworks, task: str) -> set[str]:
-    """Of the networks of a task; none if it is unknown."""
+    """The architectures of a task's networks; empty if the task is unknown."""
     value: Any = networks.get(task, ())
     return {architecture(name) for name in getattr(value, "networks", value)}
 
 
 def _read_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Kind of a split, and the arguments of the function that makes it (SplitError if the text is malformed)."""
+    """The kind of a split, and arguments for the function that makes it (SplitError if the text is malformed)."""
     kind, _, rest = (part.strip() for part in spec.partition(":"))
     if kind not in KINDS:
         raise SplitError(f"no split {kind!r}; there are {', '.join(KINDS)}")
@@ -419,8 +419,8 @@ def _check_fractions(test: float, valid: float) -> None:
 
 
 def _known_names(names: Iterable[str], every: Collection[str], what: str) -> list[str]:
-    """The names that have labels, sorted; SplitError if none has, a warning if some have not: the specification of a
-    predictor's split must serve on data that have some of its networks only."""
+    """The given names that have labels, sorted. SplitError if none has; only a warning if some have none, because the
+    specification of a predictor's split must also work on data with only some of its networks."""
     asked = sorted(set(names))
     found = [name for name in asked if name in every]
     if not asked:

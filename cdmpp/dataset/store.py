@@ -1,5 +1,5 @@
-"""A dataset in a folder: appended to while profiling (SQLite: rows that survive whatever ends the process),
-compact parquet when done."""
+"""Datasets in folders. While profiling, rows are appended to an SQLite file, where they survive any end of the process; the
+finished dataset is compact parquet."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from cdmpp.program.types import Program, Space, Task
 
 _LOG = logging.getLogger(__name__)
 
-#: Seconds after which what was added is made to survive a power cut, too.
+#: Seconds after which added rows are also made to survive a power cut.
 _SYNC_INTERVAL_S = 1.0
 
-#: Beside the file, and always there: taking it away could let two writers in.
+#: Lock file beside the SQLite file. It is never removed: that could let two writers in.
 LOCK_FILE = ".lock"
 
-#: File systems that other machines write to: SQLite's write-ahead log needs shared memory, which they do not have.
+#: Network file systems. SQLite's write-ahead log needs memory that is shared by all its users, which separate machines lack.
 _SHARED_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "gpfs", "beegfs", "fuse.sshfs", "ceph")
 
 
 class RowStore:
-    """Rows of JSON in tables, in the order in which they were added; one writer, any number of readers.
+    """Tables of JSON rows, in the order in which they were added; one writer, any number of readers.
 
-    A row is safe from a killed process when :meth:`add` returns, and from a power cut a second later (:meth:`sync`). ``write``
-    makes the file if it is missing, and keeps other writers out until :meth:`close` or the end of the process. ``id`` is that
-    of this file: another one that takes its place has another. DatasetError: another process (or another object of this one)
-    writes it; it cannot be opened; it is no such file."""
+    A row survives a killed process as soon as :meth:`add` returns, and a power cut a second later (:meth:`sync`). ``write``
+    creates the file if it is missing, and keeps other writers out until :meth:`close` or the end of the process. ``id``
+    identifies this file; a file that replaces it has another id. DatasetError if another process (or another object of this
+    process) is writing the file, it cannot be opened, or it is no file of rows."""
 
     def __init__(self, path: Path, write: bool = False) -> None:
         self.path = path
@@ -60,8 +60,8 @@ class RowStore:
             if write:
                 self._lock = self._locked()
             elif not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-shm").exists():
-                path = self._copied()  # to read a log that nobody has open, SQLite has to write beside it
-            # A reader, too, rolls back what a killed writer left half-written, for which SQLite has to write.
+                path = self._copied()  # SQLite must write next to a log to read it, unless another process has it open
+            # Readers need write access too: SQLite rolls back what a killed writer left half-written.
             mode = "rwc" if write else "rw"
             where = f"{path.absolute().as_uri()}?mode={mode}"
             # threads may take turns
@@ -81,7 +81,7 @@ class RowStore:
         self._synced_at = time.monotonic()
 
     def _locked(self) -> sqlite3.Connection:
-        """A connection whose transaction keeps other writers out; the system ends it with the process, however that ends."""
+        """A connection whose open transaction keeps other writers out; the system ends it when the process ends in any way."""
         lock = sqlite3.connect(self.path.with_name(LOCK_FILE), timeout=0, isolation_level=None)
         try:
             lock.execute("BEGIN EXCLUSIVE")
@@ -93,7 +93,7 @@ class RowStore:
         return lock
 
     def _copied(self) -> Path:
-        """The file and its journal where they can be opened: what a writer left on a medium that is now read-only."""
+        """A writable copy of the file and its journal, which SQLite can open although the original is on a read-only medium."""
         self._copy = tempfile.TemporaryDirectory(prefix="cdmpp-rows-")
         for name in (self.path.name, f"{self.path.name}-wal", f"{self.path.name}-journal"):
             if self.path.with_name(name).exists():
@@ -101,8 +101,8 @@ class RowStore:
         return Path(self._copy.name) / self.path.name
 
     def add(self, kind: str, value: Any, key: str | None = None) -> None:
-        """Add a row of JSON to a table, unless the table has one of that key. DatasetError: the file cannot be written (all
-        rows before stay); the value cannot be JSON; the process was forked from the one that opened the file."""
+        """Add a JSON row to a table, unless the table has a row with that key. DatasetError if the file cannot be written (all
+        earlier rows stay), the value cannot be stored as JSON, or a parent process opened the file and forked this one."""
         if os.getpid() != self._owner:
             raise DatasetError(f"{self.path}: a forked process may not write what its parent opened")
         try:
@@ -115,14 +115,14 @@ class RowStore:
             self.sync()
 
     def rows(self, kind: str, after: int = 0) -> list[tuple[int, Any]]:
-        """Number and value of the rows of a table with numbers above ``after`` (DatasetError if the file is damaged)."""
+        """Number and value of the rows of a table that come after row ``after`` (DatasetError if the file is damaged)."""
         query = "SELECT number, value FROM rows WHERE kind = ? AND number > ? ORDER BY number"
         with self._errors("read"):
             return [(int(n), parse_json(text)) for n, text in self._db.execute(query, (kind, after))]
 
     @property
     def last(self) -> int:
-        """The highest number of a row; 0 without rows."""
+        """The highest row number; 0 if there are no rows."""
         with self._errors("read"):
             return int(self._db.execute("SELECT COALESCE(MAX(number), 0) FROM rows").fetchone()[0])
 
@@ -133,7 +133,7 @@ class RowStore:
         self._synced_at = time.monotonic()
 
     def close(self, delete: bool = False) -> None:
-        """Sync, let others write; ``delete`` removes the file. Closing twice is fine."""
+        """Sync, and let others write; ``delete`` also removes the file. May be called twice."""
         self._db.close()
         if delete:
             for suffix in ("", "-wal", "-shm", "-journal"):
@@ -154,16 +154,16 @@ class RowStore:
 
 
 def _file_system(folder: Path) -> str:
-    """Kind of the file system that a folder is on; "" where the system does not tell."""
+    """The type of the file system that holds a folder; "" if unknown."""
     folder = folder.resolve()
     mounted = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     return next((mounted[parent] for parent in (folder, *folder.parents) if parent in mounted), "")
 
 
 class Dataset(DatasetView):
-    """One dataset folder (see :mod:`cdmpp.dataset.record` for what is in it), ``path``, and its ``meta.json``, ``meta``.
-    Reading is lazy. The first ``add_...`` keeps other writers out until :meth:`close` (or use the dataset as a context
-    manager). Not for several threads at once."""
+    """A dataset in the folder ``path`` (see :mod:`cdmpp.dataset.record` for its files); ``meta`` is its ``meta.json``. Reading
+    is lazy. The first ``add_...`` keeps other writers out until :meth:`close` (the dataset is also a context manager). Not
+    thread-safe."""
 
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
         self.path = path
@@ -173,17 +173,17 @@ class Dataset(DatasetView):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what was read, to read it anew when asked."""
+        """Drop what was read; it is read again on next use."""
         for name in ("tasks", "spaces", "programs", "records"):
             self.__dict__.pop(name, None)
-        self._corrupt: dict[str, int] = {}  # of the tables that were read
+        self._corrupt: dict[str, int] = {}  # damaged rows of each table that was read
 
     # -- opening ------------------------------------------------------------------------------------------
 
     @classmethod
     def create(cls, path: str | Path, **meta: Any) -> Dataset:
         """Make a new dataset and lock it for writing; ``meta`` are JSON values, such as ``network_families={network: family}``.
-        DatasetError: there is a dataset already, the folder holds other files of these names, or it cannot be written."""
+        DatasetError if there is a dataset already, the folder has files with the names of a dataset's, or cannot be written."""
         path = Path(path)
         if (path / layout.META_FILE).exists():
             raise DatasetError(f"{path} is a dataset already; open it to add to it")
@@ -206,7 +206,7 @@ class Dataset(DatasetView):
 
     @classmethod
     def open(cls, path: str | Path) -> Dataset:
-        """Open a dataset, to read or to add to (DatasetError for none; SchemaVersionError for one of another version)."""
+        """Open a dataset to read it or add to it. DatasetError if there is none, SchemaVersionError if its version differs."""
         return cls(Path(path), _read_meta(Path(path)))
 
     @classmethod
@@ -267,19 +267,19 @@ class Dataset(DatasetView):
         return sum(self._corrupt.values())
 
     def measured(self, device: str, retry: Collection[str] = ()) -> set[str]:
-        """Hashes of the programs that have a record on a device, of another status than those to ``retry``."""
+        """Hashes of the programs that have a record on a device with a status that is not in ``retry``."""
         records = self.records
         return set(records["program"][(records["device"] == device) & ~records["status"].isin(list(retry))])
 
     def _read(self, table: str) -> tuple[Any, list[Any]]:
-        """What the parquet file of a table contains, and the rows that it does not contain yet."""
+        """The contents of a table's parquet file, and the rows that were added since."""
         file = self.path / f"{table}.parquet"
         arrow, note = layout.SCHEMAS[table].empty_table(), dict[str, Any]()
         if file.exists():
             arrow, note = layout.read_parquet(file, layout.SCHEMAS[table])
         with raised_as(DatasetError, f"{file} is damaged", TypeError, AttributeError):
             stored = layout.records_from_arrow(arrow) if table == "records" else layout.from_arrow(table, arrow)
-        # Notes tell what the file holds already, where the process ended before the rows were deleted.
+        # If finalize() was cut off before it deleted the rows, the note says which rows the file already holds.
         values, damaged = read_journal(self.path / f"{table}.jsonl", note.get("ingested"))
         self._corrupt[table] = int(note.get("corrupt_lines", 0)) + damaged
         rows = self._rows
@@ -293,7 +293,7 @@ class Dataset(DatasetView):
         return stored, values
 
     def _decoded(self, table: str, rows: list[Any], decode: Callable[[Any], Any]) -> Iterator[Any]:
-        """Rows as objects; one of another shape counts as damaged."""
+        """Rows decoded to objects; a row that cannot be decoded counts as damaged."""
         for row in rows:
             try:
                 item = layout.checked(decode(row))
@@ -305,7 +305,7 @@ class Dataset(DatasetView):
     # -- writing ------------------------------------------------------------------------------------------
 
     def add_task(self, task: Task) -> None:
-        """Add a task; of one that is there already only the new networks are added."""
+        """Add a task. If it is there already, only its new networks are added."""
         rows = self._writable()
         old = self.tasks.get(task.hash)
         united = task if old is None else layout.unite_networks(old, task)
@@ -316,7 +316,7 @@ class Dataset(DatasetView):
         self.tasks[task.hash] = united
 
     def add_space(self, space: Space) -> None:
-        """Add a design space unless it is there (DatasetError if its task is not)."""
+        """Add a design space unless it is there (DatasetError if its task was not added)."""
         rows = self._writable()
         if space.hash not in self.spaces:
             _require(f"{self.path}: space {space.hash}", task=(space.task_hash, self.tasks))
@@ -324,7 +324,7 @@ class Dataset(DatasetView):
             self.spaces[space.hash] = space
 
     def add_program(self, program: Program) -> None:
-        """Add a program unless it is there (DatasetError if its task or space is not)."""
+        """Add a program unless it is there (DatasetError if its task or space was not added)."""
         rows = self._writable()
         if program.hash not in self.programs:
             task, space = (program.task_hash, self.tasks), (program.space_hash, self.spaces)
@@ -333,13 +333,13 @@ class Dataset(DatasetView):
             self.programs[program.hash] = program
 
     def add_record(self, record: layout.Record) -> None:
-        """Append a record; a second one of a program and device is kept beside the first. Errors as of :meth:`Record.validate`;
-        DatasetError also for an unknown program and a full disk, where what was added before stays readable."""
+        """Append a record. A second record of the same program and device is kept too. Raises the errors of
+        :meth:`Record.validate`; also DatasetError if the program is unknown or the disk full (earlier rows stay readable)."""
         record.validate()
         rows = self._writable()
         _require(f"{self.path}: a record", program=(record.program, self.programs))
         rows.add("records", layout.record_to_json(record))
-        self.__dict__.pop("records", None)  # read again where they are asked for: a run of days has no room for all
+        self.__dict__.pop("records", None)  # read again on demand: a run of days has too many to keep in memory
 
     def update_meta(self, **meta: Any) -> None:
         """Change entries of ``meta.json``."""
@@ -348,7 +348,7 @@ class Dataset(DatasetView):
         self._write_meta()
 
     def set_device(self, device: Device) -> None:
-        """Store the specification of the one device that this dataset is of (DatasetError if it is of another one)."""
+        """Store the specification of the dataset's only device (DatasetError if the dataset has another device)."""
         self._writable()
         names = {*self.meta.get("devices", {}), *self.device_names} - {device.name}
         if names:
@@ -360,9 +360,9 @@ class Dataset(DatasetView):
         self.update_meta(devices={device.name: device.to_json()})
 
     def finalize(self) -> None:
-        """Turn the rows into parquet files, and delete them once these were read back: a crash in between loses nothing and
-        doubles nothing. More can be added afterwards. DatasetError, such as for a full disk: rows and former parquet files
-        stay."""
+        """Turn the rows into parquet files, and delete the rows once the files were read back. A crash in between neither loses
+        nor duplicates rows. More can be added afterwards. After a DatasetError, such as for a full disk, the rows and the
+        former parquet files remain."""
         rows = self._writable()
         self._forget()
         tables = _tables(self.tasks, self.spaces, self.programs, self.records)
@@ -380,7 +380,7 @@ class Dataset(DatasetView):
         self.close(delete_rows=True)
 
     def close(self, delete_rows: bool = False) -> None:
-        """Sync, and let others write. The dataset stays readable; writing keeps others out again."""
+        """Sync, and let others write. The dataset stays readable; writing to it again locks it again."""
         if self._rows is not None and os.getpid() == self._owner:
             self._rows.close(delete_rows)
             self._rows = None
@@ -403,9 +403,9 @@ class Dataset(DatasetView):
 
 
 def read_journal(path: Path, ingested: Sequence[int] | None = None) -> tuple[list[Any], int]:
-    """Rows of a journal as cdmpp wrote them before they were in SQLite, ``<crc32 of the JSON, 8 hex digits> <JSON>`` a line,
-    and how many damaged lines were skipped. ``ingested`` is the length and crc32 of a beginning that a parquet file holds
-    already. DatasetError if the file cannot be read."""
+    """Rows of a journal, the format before SQLite, and the number of damaged lines, which are skipped. A line is
+    ``<crc32 of the JSON, 8 hex digits> <JSON>``. ``ingested`` is the length and crc32 of the first part of the journal, which a
+    parquet file already holds. DatasetError if the file cannot be read."""
     if not path.exists():
         return [], 0
     with raised_as(DatasetError, f"cannot read {path}"):
@@ -421,7 +421,7 @@ def read_journal(path: Path, ingested: Sequence[int] | None = None) -> tuple[lis
     return values, len(lines) - len(values)
 
 
-#: Of zstd: what is imported is made again rather than shipped, so that time counts more than size.
+#: zstd level for imports. Users import again rather than ship the result, so time matters more than size.
 _LEVEL = 9
 
 
@@ -433,8 +433,8 @@ def write_dataset(
     records: Iterable[layout.Record],
     **meta: Any,
 ) -> Dataset:
-    """Write a new dataset as parquet files, several times faster than adding records one by one. Each hash is there once.
-    Errors as of :meth:`Dataset.create` and the ``add_...`` methods."""
+    """Write a new dataset as parquet files, several times faster than adding records one by one. Items with the same hash are
+    stored once. Raises the errors of :meth:`Dataset.create` and the ``add_...`` methods."""
     known_tasks = {task.hash: task for task in tasks}
     known_spaces = {space.hash: space for space in spaces}
     known = {program.hash: program for program in programs}
@@ -458,8 +458,8 @@ def write_dataset(
 def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
     """Read dataset folders as one dataset; a folder without ``meta.json`` stands for the datasets right below it.
 
-    DatasetError: a path does not exist or holds no dataset. SchemaVersionError: one was written with another version."""
-    found: dict[Path, Path] = {}  # each once
+    DatasetError if a path does not exist or holds no dataset. SchemaVersionError if a dataset has another version."""
+    found: dict[Path, Path] = {}  # by resolved path, so that each folder is read once
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         if not path.is_dir():
             raise DatasetError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
@@ -486,7 +486,7 @@ def _tables(
 
 
 def _require(who: str, **parts: tuple[str | None, Collection[str]]) -> None:
-    """Refuse who refers to something that is not among the known ones (DatasetError); None refers to nothing."""
+    """Raise DatasetError if `who` refers to a key that is not in its known collection; a key of None refers to nothing."""
     for kind, (key, known) in parts.items():
         if key is not None and key not in known:
             raise DatasetError(f"{who} refers to {kind} {key}, which was not added")

@@ -1,4 +1,4 @@
-r"""What every dataset can be asked, whether it is one folder or several; its labels, and how wrong these are.
+r"""Read access to a dataset, whether it is one folder or several; its labels, and how large their errors are.
 
 Let a label be the true latency times :math:`1 + e`, with :math:`e` normal of standard deviation :math:`\sigma`. A predictor
 that knows the true latency still shows a mean absolute relative error of :math:`E|e| = \sigma \sqrt{2 / \pi}`: the noise floor
@@ -10,11 +10,11 @@ have :math:`\sigma_h = \sqrt 2 \sigma`, so :math:`E\,\mathrm{noise} = E|e_1 - e_
 for medians.
 
 *Re-measurements.* Two records of one program and device, taken at different times, differ by :math:`E|e_1 - e_2| = 2 \sigma /
-\sqrt\pi`: the floor is **their mean relative difference over** :math:`\sqrt 2`. This sees what split halves cannot (another
-process, another placement in memory, another hour), so where a device has re-measurements its split-half floors are scaled to
-agree with them. That also mends adaptive sampling: who stops when the halves agree reports a difference that is too small.
+\sqrt\pi`: the floor is **their mean relative difference over** :math:`\sqrt 2`. This includes effects that split halves miss
+(another process, another placement in memory, another hour). So if a device has re-measurements, its split-half floors are
+scaled to agree with them. This also corrects adaptive sampling: it stops when halves agree, so their difference is too small.
 
-A label of n records has its floor divided by :math:`\sqrt n`.
+The floor of a label of n records is divided by :math:`\sqrt n`.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ LABEL_COLUMNS: tuple[str, ...] = (
     "program", "task", "device", "latency_s", "noise", "origin", "n_records", "error_floor", "disturbed",
 )  # fmt: skip
 
-#: A reference program slower by more than this, or halves that differ by more, speak of a disturbed record
-#: where the profiler did not watch the core itself (records without ``disturbed``).
+#: A record without ``disturbed`` (the profiler did not watch the core itself) counts as disturbed if the reference program was
+#: slower by more than this, or the halves of its samples differ by more.
 _DISTURBED_DRIFT = 0.05
 _DISTURBED_NOISE = 0.05
-#: Share of disturbed samples above which a label is: measured again, such programs differ at least twice as much as others.
+#: A label is disturbed above this share of disturbed samples. Re-measurements of such programs differ at least twice as much.
 _MOSTLY = 0.5
 
-#: A device needs so many re-measured programs before they correct its split-half floors.
+#: Minimum number of re-measured programs for which they correct a device's split-half floors.
 MIN_REMEASURED = 20
 
 _PAIR = ["program", "device"]
 
 
 def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> pd.DataFrame:
-    """One label per (program, device): the median of its ok records, of several the least disturbed ones (:func:`disturbance`).
-    Unusable latencies and records of unknown programs never get in (and are logged).
+    """One label per (program, device): the median of its ok records, of the least disturbed if several (:func:`disturbance`).
+    Records with an unusable latency or an unknown program are left out, and logged.
 
-    Gives columns :data:`LABEL_COLUMNS`, sorted by task, program and device, index 0..n-1: ``noise`` is the median of the
-    records' relative split-half difference (NaN if unknown), ``n_records`` how many are behind the label, ``error_floor`` that
-    of :func:`error_floor`, ``disturbed`` whether more than half of what is behind it was."""
+    Returns the columns :data:`LABEL_COLUMNS`, sorted by task, program and device, with index 0..n-1. ``noise`` is the median of
+    the records' relative split-half differences (NaN if unknown), ``n_records`` the number of records behind the label,
+    ``error_floor`` as from :func:`error_floor`, ``disturbed`` whether more than half of the samples were disturbed."""
     chosen = records if devices is None else records[records["device"].isin(list(devices))]
     ok = chosen[chosen["status"] == "ok"]
     latency_s = ok["latency_s"].to_numpy(dtype=np.float64)
@@ -85,9 +85,9 @@ def label_table(records: pd.DataFrame, devices: Sequence[str] | None = None) -> 
 
 
 def spread(records: pd.DataFrame) -> NDArray[np.float64]:
-    """By how much the median sample of each record exceeds the shortest, relative, and by how much the reference program was
-    slow then, as one number, float64 (n,); NaN without samples. Of programs measured again it tells more of the difference
-    than the halves of the samples, which a neighbour on the core slows alike."""
+    """Spread of each record as float64 (n,), NaN without samples: how far the median sample exceeds the shortest (relative),
+    combined with how slow the reference program was (``drift``). It predicts how much re-measurements differ better than the
+    halves of the samples do: a neighbour on the core slows both halves alike."""
     samples = [np.asarray(values, dtype=np.float64) for values in records["samples_s"]]
     counts = np.array([len(values) for values in samples], dtype=np.int64)
     found = np.full(len(records), np.nan)
@@ -100,7 +100,7 @@ def spread(records: pd.DataFrame) -> NDArray[np.float64]:
 
 
 def label_fingerprint(labels: pd.DataFrame) -> str:
-    """16 hexadecimal digits of the (program, device) pairs in their order: row numbers mean these rows."""
+    """16 hexadecimal digits that identify the (program, device) pairs in their order, and so what row numbers refer to."""
     digest = hashlib.sha256()
     for column in ("program", "device"):
         digest.update("\n".join(labels[column]).encode())
@@ -109,8 +109,8 @@ def label_fingerprint(labels: pd.DataFrame) -> str:
 
 
 def disturbance(records: pd.DataFrame) -> NDArray[np.float64]:
-    """Share of disturbed samples behind each record, float64 (n,), 0 if unknown. Records of a profiler that did not look at
-    every sample are 1 where the reference program was slow or the halves of the samples disagree, else 0."""
+    """Share of disturbed samples of each record as float64 (n,), 0 if unknown. If the profiler did not check every sample, the
+    share is 1 if the reference program was slow or the halves of the samples disagree, else 0."""
     share = (records["noise"].to_numpy(dtype=np.float64) > _DISTURBED_NOISE).astype(np.float64)
     if "drift" in records:
         share[records["drift"].to_numpy(dtype=np.float64) > _DISTURBED_DRIFT] = 1.0
@@ -122,7 +122,7 @@ def disturbance(records: pd.DataFrame) -> NDArray[np.float64]:
 
 
 def _calmest(ok: pd.DataFrame) -> pd.DataFrame:
-    """Of several records of one program and device, those with the least disturbance."""
+    """The ok records, reduced to the least disturbed ones where a program has several on one device."""
     repeated = ok.duplicated(_PAIR, keep=False).to_numpy()
     if not repeated.any():
         return ok
@@ -135,13 +135,13 @@ def _calmest(ok: pd.DataFrame) -> pd.DataFrame:
 
 
 def noise_floor_mape(labels: pd.DataFrame) -> float | None:
-    """Expected MAPE of a perfect predictor on these labels; None if nothing is known of their noise."""
+    """Expected MAPE of a perfect predictor on these labels; None if nothing is known about their noise."""
     floors = labels["error_floor"].dropna()
     return float(floors.mean()) if len(floors) else None
 
 
 def remeasured_difference(ok_records: pd.DataFrame) -> pd.Series:
-    """Mean relative difference |a - b| / mean(a, b) over the pairs of ok records of each (program, device) that has several."""
+    """For each (program, device) with several ok records: mean of |a - b| / mean(a, b) over all pairs of them."""
     repeated = ok_records[ok_records.duplicated(_PAIR, keep=False)]
     values, index = [], []
     for key, latencies in repeated.groupby(_PAIR, sort=True, observed=True)["latency_s"]:
@@ -153,8 +153,8 @@ def remeasured_difference(ok_records: pd.DataFrame) -> pd.Series:
 
 
 def error_floor(labels: pd.DataFrame, ok_records: pd.DataFrame) -> NDArray[np.float64]:
-    """Expected absolute relative error of a perfect predictor on each label, float64 (n,); NaN if unknown. How large errors are
-    on a device, halves of samples and programs measured again say; how they differ, :func:`spread`."""
+    """Expected absolute relative error of a perfect predictor on each label, as float64 (n,); NaN if unknown. Split halves and
+    re-measurements determine how large the errors on a device are, :func:`spread` how they differ between labels."""
     floors = labels["noise"].to_numpy(dtype=np.float64) / 2
     spreads = labels["spread"].to_numpy(dtype=np.float64)
     between = remeasured_difference(ok_records) / math.sqrt(2)
@@ -180,16 +180,16 @@ def error_floor(labels: pd.DataFrame, ok_records: pd.DataFrame) -> NDArray[np.fl
 
 
 class DatasetView:
-    """One dataset, or several read as one by :func:`cdmpp.dataset.load_datasets`: tasks, spaces, programs and records. The
-    first dataset that has a task, space or program defines it; the networks of a task are united. Records are all kept, in
-    order."""
+    """One dataset, or several that :func:`cdmpp.dataset.load_datasets` reads as one: tasks, spaces, programs and records. The
+    first dataset that has a task, space or program defines it; a task has the networks of all datasets. All records are kept,
+    in order."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
 
     @property
     def parts(self) -> Sequence[Any]:
-        """The datasets that this one is made of: itself, or several."""
+        """The datasets that this one consists of: only itself, or several."""
         return self._parts
 
     @cached_property
@@ -213,13 +213,13 @@ class DatasetView:
 
     @cached_property
     def records(self) -> pd.DataFrame:
-        """All records, one a row, columns :data:`cdmpp.dataset.record.RECORD_COLUMNS`. ``latency_s`` and ``noise`` are NaN
-        where there is none, ``task`` and ``origin`` are "" where the program is unknown."""
+        """All records, one per row, with columns :data:`cdmpp.dataset.record.RECORD_COLUMNS`. ``latency_s`` and ``noise`` are
+        NaN if missing, ``task`` and ``origin`` are "" if the program is unknown."""
         return pd.concat([part.records for part in self.parts], ignore_index=True)
 
     @property
     def network_families(self) -> Mapping[str, str]:
-        """Network -> family, as far as ``meta.json`` says; the first dataset that has a network defines it."""
+        """Network -> family, for the networks in ``meta.json``; the first dataset that lists a network defines it."""
         found: dict[str, str] = {}
         for part in reversed(self.parts):
             families = part.meta.get("network_families")
@@ -228,20 +228,20 @@ class DatasetView:
 
     @property
     def devices(self) -> Mapping[str, Device]:
-        """Device name -> the specification that its records were measured under (DatasetError where there is none, or two
-        datasets have different ones)."""
+        """Device name -> its specification when the records were measured. DatasetError if a device has none, or two datasets
+        have different ones."""
         return unite_devices({str(part.path): _stored_devices(part) for part in self.parts})
 
     def task_of(self, program: Program) -> Task:
-        """The task that a program of this dataset schedules (KeyError for none): that of a dataset which has the program, as
-        tasks of one hash may call their blocks differently, and a program's trace names them."""
+        """The task that a program of this dataset schedules (KeyError if there is none). It is taken from a dataset that has
+        the program: tasks with the same hash may name their blocks differently, and a program's trace uses these names."""
         view = next((part for part in self.parts if program.hash in part.programs), self)
         task: Task = view.tasks[program.task_hash]
         return task
 
     @property
     def network_names(self) -> list[str]:
-        """The networks whose tasks are here, sorted."""
+        """The networks whose tasks are in the dataset, sorted."""
         return sorted({name for task in self.tasks.values() for name in task.networks})
 
     @property
@@ -263,22 +263,22 @@ class DatasetView:
     def summary(self) -> dict[str, Any]:
         """``{"total": {...}, "datasets": [{...}, ...]}``, which ``cdmpp dataset --json`` writes.
 
-        ``total`` and each dataset hold ``records``, ``ok``, ``failures`` ({kind: n}, every kind), ``programs``,
-        ``tasks``, ``networks`` and ``devices`` (numbers), ``noise_floor_mape`` (fraction or None). Tasks and
-        programs of several datasets count once in ``total``.
+        ``total`` and each dataset hold the counts ``records``, ``ok``, ``failures`` ({kind: n}, every kind), ``programs``,
+        ``tasks``, ``networks`` and ``devices``, and ``noise_floor_mape`` (fraction or None). Tasks and programs that are in
+        several datasets count once in ``total``.
 
-        A dataset holds besides: ``path``, ``network_names``, ``device_names``, ``by_device`` ({device: records, ok, failures,
+        Each dataset also holds ``path``, ``network_names``, ``device_names``, ``by_device`` ({device: records, ok, failures,
         tasks, programs, split_half_median, split_half_mean, noise_floor_mape}), ``origins`` ({origin: ok records}),
         ``invalid_records`` (ok records without a usable latency or program), ``corrupt_lines`` (damaged rows that were
         skipped), ``remeasured`` (programs with several ok records on a device), ``remeasured_difference``, ``remeasured_mean``
-        and ``remeasured_p90`` (median, mean and 90th percentile of the relative difference of those; None without any),
-        ``remeasured_disturbed`` (the mean where a record is of a disturbed core), ``disturbed`` (labels that are)."""
+        and ``remeasured_p90`` (median, mean and 90th percentile of their relative differences; None without any),
+        ``remeasured_disturbed`` (the mean for programs with a disturbed record), ``disturbed`` (number of such labels)."""
         return {"total": _totals(self), "datasets": [_details(part) for part in self.parts]}
 
 
 def _totals(view: DatasetView) -> dict[str, Any]:
     records = view.records
-    # A profiler stores all tasks of its networks at once: those without a record do not count.
+    # A profiler stores all tasks of its networks at once; tasks without a record do not count.
     measured = set(records["task"]) & set(view.tasks)
     return {
         **_counts(records),
@@ -342,8 +342,8 @@ def _number(value: float) -> float | None:
 
 
 def _stored_devices(part: Any) -> dict[str, Device]:
-    """The specifications of a dataset's devices, by name, of ``meta.json`` or else (imported measurements) of the device table,
-    never of the machine at hand. DatasetError: a device is in neither, or described otherwise than in the table."""
+    """The specifications of a dataset's devices, by name: from ``meta.json`` or else (imported measurements) the device table,
+    never from this machine. DatasetError if a device is in neither, or ``meta.json`` and the table contradict each other."""
     table, where = load_table(this_machine=False), f"{part.path}"
     described = part.meta.get("devices", {})
     if not isinstance(described, dict) or not all(isinstance(spec, dict) for spec in described.values()):
@@ -370,7 +370,7 @@ def _stored_devices(part: Any) -> dict[str, Device]:
 
 
 def check_same(one: Device, other: Device, where: str, other_where: str) -> None:
-    """DatasetError unless two specifications under one name are of one device; it names both places and the facts."""
+    """Raise DatasetError, which names both places and what differs, unless two specifications of one name are equivalent."""
     differences = one.differences(other)
     if differences:
         raise DatasetError(
@@ -379,7 +379,7 @@ def check_same(one: Device, other: Device, where: str, other_where: str) -> None
 
 
 def unite_devices(parts: Mapping[str, Mapping[str, Device]]) -> dict[str, Device]:
-    """The devices of several datasets (path -> name -> device); DatasetError as :func:`check_same` raises."""
+    """The devices of several datasets (path -> name -> device); raises DatasetError as :func:`check_same` does."""
     first: dict[str, tuple[Device, str]] = {}
     for where, devices in parts.items():
         for name, device in devices.items():

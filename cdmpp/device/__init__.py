@@ -1,4 +1,4 @@
-"""Devices: what they are called, what is known about them, and what this machine is."""
+"""Devices: their names, what is known about them, and detection of this machine's CPU."""
 
 from cdmpp.device.spec import DEVICE_FEATURES, GENERAL_DEVICE_FEATURES, Device, device_features
 from cdmpp.device.table import DeviceTable, add_device_file, detect, get_device, known_devices, load_table

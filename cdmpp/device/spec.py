@@ -1,5 +1,5 @@
-"""Device: a piece of hardware as it is used, with what is known about it, and as numbers for the predictor. A row of the table
-is the whole of one."""
+"""Device: a piece of hardware, or the share of it that is used, with its known facts and its feature vector for the predictor.
+A row of the device table describes a whole device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from cdmpp.errors import UnknownDeviceError
 
-#: Instruction sets that code for a CPU can be restricted to, the x86-64 levels of the psABI (LLVM's names): vector width
-#: and whether a multiply-add is one instruction. v2 is SSE4.2, v3 AVX2 with FMA, v4 AVX-512.
+#: Instruction sets that code for a CPU can be restricted to: the x86-64 levels of the psABI (LLVM's names), each with its
+#: vector width and whether a multiply-add is one instruction. v2 is SSE4.2, v3 AVX2 with FMA, v4 AVX-512.
 ISAS: dict[str, tuple[int, bool]] = {
     "x86-64": (128, False),
     "x86-64-v2": (128, False),
@@ -20,8 +20,8 @@ ISAS: dict[str, tuple[int, bool]] = {
     "x86-64-v4": (512, True),
 }
 
-#: Vector instructions a core starts per cycle where the row does not say: two 128- to 512-bit pipes are what server cores
-#: since Haswell and Zen 2 have (some Xeon Silver and Bronze have one 512-bit FMA pipe: their peak is half).
+#: Vector instructions a core starts per cycle if the row does not say. Server cores since Haswell and Zen 2 have two 128- to
+#: 512-bit pipes (some Xeon Silver and Bronze have one 512-bit FMA pipe, so their peak is half).
 ASSUMED_SIMD_PIPES = 2
 
 
@@ -33,7 +33,7 @@ class Device:
     name: str
     #: ``"cpu"`` or ``"gpu"``.
     kind: str
-    #: The hardware without restriction and share.
+    #: Name of the hardware without restriction and share.
     base: str = ""
     #: Other names, such as the model string that a driver reports.
     aliases: tuple[str, ...] = ()
@@ -42,33 +42,33 @@ class Device:
     model: str = ""
     #: Cores (CPU) or fraction of the SMs (GPU, at most 1).
     share: float = 1.0
-    #: Cores, SMs or CUs of the whole, and of the share.
+    #: Cores, SMs or CUs of the whole device, and of the share.
     cores: int | None = None
     cores_used: float | None = None
     #: An instruction set of :data:`ISAS` that the code is restricted to; "" for all that the CPU has.
     isa: str = ""
     #: Microarchitecture: ``cascadelake``, ``hopper``, ``cdna2``.
     arch: str = ""
-    #: LLVM's name of the CPU or GPU (``cascadelake``, ``sm_90``, ``gfx90a``); the triple of a CPU of another kind than
-    #: this machine's.
+    #: LLVM's name of the CPU or GPU (``cascadelake``, ``sm_90``, ``gfx90a``), and the target triple of a CPU whose architecture
+    #: is not this machine's.
     mcpu: str = ""
     mtriple: str = ""
-    #: Nominal clock of a CPU, boost clock of a GPU; and the highest clock that a CPU's vendor states.
+    #: Nominal clock of a CPU or boost clock of a GPU, and the highest clock that a CPU's vendor states.
     clock_mhz: float | None = None
     boost_mhz: float | None = None
-    #: Vector width of a CPU as restricted; vector instructions that a core starts per cycle.
+    #: Vector width of a CPU, as restricted by ``isa``, and the vector instructions that a core starts per cycle.
     simd_bits: int | None = None
     simd_pipes: int | None = None
     #: Whether a multiply-add is one instruction.
     fma: bool | None = None
-    #: fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector lanes, GPU lanes an SM.
+    #: fp32 operations that one core starts per cycle (a multiply-add counts once): CPU pipes x vector lanes, GPU lanes per SM.
     lanes_per_core: int | None = None
     #: Data cache of one core or SM. NVIDIA since Volta: L1 and shared memory together.
     l1_kb: float | None = None
-    #: L2 of one core of a CPU, of the whole GPU; last-level cache of the whole device.
+    #: L2 of one core of a CPU or of the whole GPU, and the last-level cache of the whole device.
     l2_kb: float | None = None
     l3_kb: float | None = None
-    #: Shared memory (LDS) and 32-bit registers of one SM (CU) that programs can use; the limits of a block are those
+    #: Shared memory (LDS) and 32-bit registers of one SM (CU) that programs can use. The limits of a block are those that hold
     #: without opting in to more.
     shared_kb: float | None = None
     max_shared_per_block_kb: float | None = None
@@ -76,41 +76,41 @@ class Device:
     warp_size: int | None = None
     max_threads_per_core: int | None = None
     max_threads_per_block: int | None = None
-    #: Memory of the whole device; a share keeps both, as one core may use more than its part.
+    #: Memory and bandwidth of the whole device; a share keeps both, since one core may use more than its part.
     mem_gb: float | None = None
     bandwidth_gb_s: float | None = None
-    #: From the L2 of a GPU to all cores, measured.
+    #: Measured bandwidth from the L2 of a GPU to all its cores.
     l2_bandwidth_gb_s: float | None = None
-    #: To other devices of the kind, both directions together: NVLink, Infinity Fabric or PCIe.
+    #: Bandwidth to other devices of the same kind, both directions together: NVLink, Infinity Fabric or PCIe.
     link_gb_s: float | None = None
-    #: Power that the whole device (the package of a CPU, the board of a GPU) may draw for long.
+    #: Power that the whole device (the package of a CPU, the board of a GPU) may draw continuously.
     tdp_w: float | None = None
-    #: Manufacturing process, as marketed: with the power it decides how much of the peak can be sustained.
+    #: Manufacturing process, as marketed. Together with the power it decides how much of the peak can be sustained.
     process_nm: float | None = None
-    #: Peak by data type *of the share*: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for matrix units
-    #: (``tfloat32_matrix``, ``float16_matrix``), dense, with sums in float32 as libraries have them.
+    #: Peak of *the share* by data type: ``float32``, ``float16``, ``float64``, and ``..._matrix`` for matrix units
+    #: (``tfloat32_matrix``, ``float16_matrix``), dense, with accumulation in float32 as in libraries.
     peak_gflops: Mapping[str, float] = field(default_factory=dict)
     #: Cost of starting one kernel.
     launch_overhead_us: float | None = None
-    #: Whether it is seen through a hypervisor.
+    #: Whether the device is seen through a hypervisor.
     virtual: bool | None = None
-    #: What micro-benchmarks of the whole device found, the unit in the name.
+    #: Results of micro-benchmarks of the whole device; the name of each contains its unit.
     measured: Mapping[str, float] = field(default_factory=dict)
-    #: Dictionary for ``tvm.target.Target``; empty where we know none.
+    #: Dictionary for ``tvm.target.Target``; empty if no target is known.
     target: Mapping[str, Any] = field(default_factory=dict)
-    #: Where the numbers are from.
+    #: Where the numbers come from.
     sources: tuple[str, ...] = ()
 
     @property
     def working_mhz(self) -> float | None:
-        """The clock that programs see: as measured, else the highest one, else the nominal one."""
+        """The clock that programs run at: the measured one, else the highest one, else the nominal one."""
         measured_ghz = self.measured.get("clock_ghz")
         return 1e3 * measured_ghz if measured_ghz else self.boost_mhz or self.clock_mhz
 
     def used(self, share: float | None = None, isa: str = "", cores_here: int | None = None) -> Device:
-        """A share of this whole device, its code perhaps restricted to an instruction set (UnknownDeviceError if it has none
-        such). ``share``: cores of a CPU (a whole number), fraction of a GPU (0 < share <= 1); None for all. ``cores_here``:
-        cores of this machine, where the device is its CPU: elsewhere may be a larger virtual machine with that CPU."""
+        """A share of this whole device, its code optionally restricted to an instruction set. ``share``: cores of a CPU (a
+        whole number), fraction of a GPU (0 < share <= 1); None for all. ``cores_here``: cores of this machine, if this is its
+        CPU; elsewhere a virtual CPU may have more cores than known. UnknownDeviceError: no such share or instruction set."""
         if self.kind == "gpu":
             return self._part_of_gpu(share, isa)
         return self._part_of_cpu(share, isa, cores_here)
@@ -134,7 +134,7 @@ class Device:
             isa_bits, isa_fma = ISAS[isa]
             if simd_bits is not None and isa_bits > simd_bits:
                 raise UnknownDeviceError(f"{self.name}.{isa}: it has no {isa_bits}-bit vectors")
-            if simd_bits is not None:  # what takes a cycle at full width may be done twice in one at half of it
+            if simd_bits is not None:  # what takes a cycle at full width may run twice a cycle at half of it
                 pipes = min(ASSUMED_SIMD_PIPES, pipes * simd_bits // isa_bits)
             simd_bits, mcpu = isa_bits, isa
             fma = isa_fma if fma is None else fma and isa_fma
@@ -207,8 +207,8 @@ class Device:
         return self.share / self.cores if self.cores else None
 
     def differences(self, other: Device) -> list[str]:
-        """The facts that make a device what it is and differ, as ``"arch zen3 / zen4"``: not those that hypervisors vary (model
-        string, stepping, L3, memory, cores of a CPU). Unknown ones differ from nothing, clocks within 3 % are equal."""
+        """The identifying facts that differ, as ``"arch zen3 / zen4"``. Facts that hypervisors vary do not count (model string,
+        stepping, L3, memory, cores of a CPU). An unknown fact equals any other; clocks within 3 % are equal."""
         found = []
         for name in _GPU_IDENTITY if "gpu" in (self.kind, other.kind) else _CPU_IDENTITY:
             mine, others = self._fact(name), other._fact(name)
@@ -221,7 +221,7 @@ class Device:
         return found
 
     def _fact(self, name: str) -> Any:
-        """A fact of the identity; specifications stored before had ``mcpu`` in the target alone."""
+        """An identifying fact by name; specifications stored by older versions have ``mcpu`` only in the target."""
         if name == "mcpu":
             return self.mcpu or self.target.get("mcpu") or self.target.get("arch")
         return getattr(self, name)
@@ -232,7 +232,7 @@ class Device:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Device:
-        """Inverse of :meth:`to_json`; unknown keys are ignored. TypeError: a fact is missing, or of another type."""
+        """Inverse of :meth:`to_json`; unknown keys are ignored. TypeError: a fact is missing or has the wrong type."""
         kept = {f.name: value[f.name] for f in fields(cls) if f.name in value}
         for fact in fields(cls):
             wanted = _JSON_TYPES[str(fact.type).partition("[")[0].partition(" ")[0]]
@@ -241,17 +241,17 @@ class Device:
         return cls(**{**kept, **{name: tuple(kept.get(name, ())) for name in ("aliases", "sources")}})
 
 
-#: Types of facts -> what JSON has for them.
+#: Type of a fact -> the Python types of its JSON value.
 _JSON_TYPES: dict[str, Any] = {
     "str": str, "float": int | float, "int": int | float, "bool": bool, "tuple": list | tuple, "Mapping": dict | Mapping,
 }  # fmt: skip
-#: What makes a CPU, or a GPU, the device that it is.
+#: The facts that identify a CPU, and those that identify a GPU.
 _CPU_IDENTITY = (
     "kind", "vendor", "arch", "isa", "share", "mcpu", "simd_bits", "fma", "l1_kb", "l2_kb", "clock_mhz",
 )  # fmt: skip
 _GPU_IDENTITY = ("kind", "vendor", "arch", "share", "mcpu", "cores")
 
-#: Hypervisors report the same nominal clock a little differently.
+#: Relative tolerance: hypervisors report slightly different nominal clocks for the same CPU.
 _CLOCK_TOLERANCE = 0.03
 
 
@@ -265,12 +265,12 @@ def _compute_capability(device: Device) -> float | None:
 
 
 def _matrix_peak(device: Device) -> float | None:
-    # not of 4 bits, which the weights that ship were not trained with
+    # without 4-bit peaks, which the shipped weights were not trained with
     peaks = [p for name, p in device.peak_gflops.items() if name.endswith("_matrix") and "float4" not in name]
     return max(peaks, default=None)
 
 
-#: Features that are no fields of a device.
+#: Features that are computed from a device instead of read from the field of that name.
 _COMPUTED: dict[str, Callable[[Device], float | None]] = {
     "is_cpu": lambda d: d.kind == "cpu",
     "is_gpu": lambda d: d.kind == "gpu",
@@ -285,13 +285,13 @@ _COMPUTED: dict[str, Callable[[Device], float | None]] = {
     "is_nvidia": lambda d: d.vendor == "nvidia",
     "is_amd": lambda d: d.vendor == "amd",
     "compute_capability": _compute_capability,
-    # NVIDIA's libraries have other kernels from Volta on: products of matrices that share no tile size or stride limit with
-    # Pascal's (NVIDIA, Volta tuning guide: one L1 and shared memory, threads that are scheduled by themselves)
+    # From Volta on NVIDIA's libraries have other kernels: their matrix products share no tile size or stride limit with
+    # Pascal's (NVIDIA, Volta tuning guide: one L1 and shared memory, independently scheduled threads)
     "volta_or_later": lambda d: (_compute_capability(d) or 0.0) >= 7.0,
 }
 
-#: Names of the device features, in the order of the vector. Raw and positive, so that a logarithm suits all but the flags;
-#: units as in the name.
+#: Names of the device features, in the order of the vector. The values are raw and positive, so that a logarithm suits all but
+#: the flags; units are as in the names.
 DEVICE_FEATURES: tuple[str, ...] = (
     "is_cpu", "is_gpu", "share_fraction", "cores", "cores_used", "clock_mhz", "simd_bits", "fma", "lanes_per_core",
     "warp_size", "max_threads_per_core", "registers_per_core", "l1_kb", "l2_kb", "l3_kb", "shared_kb", "mem_gb",
@@ -300,8 +300,8 @@ DEVICE_FEATURES: tuple[str, ...] = (
     "volta_or_later",
 )  # fmt: skip
 
-#: What a network is given of a GPU that it was never trained on: what many GPUs share. The other features set the few GPUs of a
-#: training apart as a name would, and where a new one lies between them says little.
+#: The device features that a network gets for a GPU that it was never trained on: those that many GPUs share. The others
+#: identify the few GPUs of a training set as a name would; where a new GPU lies between these says little.
 GENERAL_DEVICE_FEATURES = frozenset(
     {"is_cpu", "is_gpu", "share_fraction", "is_nvidia", "is_amd", "compute_capability", "volta_or_later"}
 )
@@ -310,4 +310,4 @@ GENERAL_DEVICE_FEATURES = frozenset(
 def device_features(device: Device) -> np.ndarray:
     """Raw features of a device, float32, shape ``(len(DEVICE_FEATURES),)``; NaN where unknown."""
     values = [_COMPUTED[name](device) if name in _COMPUTED else getattr(device, name) for name in DEVICE_FEATURES]
-    return np.array(values, dtype=np.float32)  # of None it makes NaN
+    return np.array(values, dtype=np.float32)  # None becomes NaN

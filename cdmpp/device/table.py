@@ -1,7 +1,7 @@
-"""The table of known devices: the one that ships, what users add, and the CPU at hand.
+"""The table of known devices: the shipped rows, the rows that users add, and this machine's CPU.
 
-What this machine is, ``/proc`` and ``/sys`` say; nothing is measured. The microarchitecture follows from family and model, not
-from the flags: a Zen 4 whose AVX-512 a hypervisor hides is a Zen 4, whose code is restricted to what the flags allow.
+This machine's CPU is read from ``/proc`` and ``/sys``; nothing is measured. The microarchitecture follows from family and
+model, not from the flags: a Zen 4 whose AVX-512 a hypervisor hides is a Zen 4, with code restricted to what the flags allow.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cdmpp.device.spec import ASSUMED_SIMD_PIPES, ISAS, Device
 from cdmpp.errors import UnknownDeviceError, raised_as, reason
 from cdmpp.files import read_yaml, shipped_table, write_text
 
-#: Environment variable: a folder whose ``proc`` and ``sys`` say what this machine is, in place of the real ones (for tests,
-#: and containers that hide them).
+#: Environment variable: a folder whose ``proc`` and ``sys`` describe this machine in place of the real ones (for tests, and for
+#: containers that hide the real ones).
 ROOT_VARIABLE = "CDMPP_SYSTEM_ROOT"
 
-#: Levels of x86-64, from the least, and the flags that each has beyond those below it.
+#: x86-64 levels, lowest first, and the flags that each adds to those of the levels below it.
 _LEVELS: dict[str, set[str]] = {
     "x86-64-v2": {"sse4_2", "ssse3", "popcnt", "cx16"},
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
@@ -39,19 +39,19 @@ _BRANDS = (
 
 
 def _core(arch: str) -> dict[str, Any]:
-    """What is known of a core (``cpus.yaml``)."""
+    """The entry of a microarchitecture in ``cpus.yaml``; empty if there is none."""
     return shipped_table("device/cpus.yaml").get(arch, {})
 
 
 def _core_of(key: str, value: Any) -> str:
-    """The microarchitecture that has this value, or this among others; "" if none has."""
+    """The microarchitecture whose ``key`` in ``cpus.yaml`` is this value or a list with it; "" if there is none."""
     cores = shipped_table("device/cpus.yaml").items()
     return next((name for name, core in cores if value == core.get(key) or value in core.get(key, ())), "")
 
 
 @dataclass(frozen=True)
 class CpuFacts:
-    """What Linux says about the CPU. None, 0 or "" for what it does not say."""
+    """What Linux reports about the CPU. None, 0 or "" for what it does not report."""
 
     machine: str
     vendor_id: str = ""
@@ -73,7 +73,7 @@ class CpuFacts:
 
 
 def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
-    """Read ``/proc`` and ``/sys`` below ``root`` (:data:`ROOT_VARIABLE`, else ``/``); what cannot be read stays unknown."""
+    """Read ``/proc`` and ``/sys`` below ``root`` (or :data:`ROOT_VARIABLE`, else ``/``); what cannot be read stays unknown."""
     root = root or Path(os.environ.get(ROOT_VARIABLE) or "/")
     cpus = [_fields(block) for block in _text(root / "proc/cpuinfo").split("\n\n") if block.strip()]
     cpus = [cpu for cpu in cpus if "processor" in cpu] or [{}]
@@ -109,15 +109,15 @@ def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
 
 
 def machine_facts() -> dict[str, str | int | float | None]:
-    """What the CPU of this machine says about itself, as JSON values: to be kept with what is measured on it."""
+    """What this machine's CPU reports about itself, as JSON values, to be stored with measurements made on it."""
     facts = asdict(read_cpu_facts())
     virtual = "hypervisor" in facts.pop("flags")
     return {**{name: facts[name] for name in facts if name not in ("machine", "base_mhz")}, "virtual": virtual}
 
 
 def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
-    """The CPU below ``root`` (:func:`read_cpu_facts`), whole: named after its brand, microarchitecture, nominal clock and,
-    where a hypervisor hides some of its instructions, the level that is left."""
+    """The whole CPU that :func:`read_cpu_facts` finds below ``root``. Its name has the brand, the microarchitecture, the
+    nominal clock and, if a hypervisor hides some of its instructions, the x86-64 level that remains."""
     facts = read_cpu_facts(root, machine)
     vendor, arch, wanted = _microarchitecture(facts)
     nominal_mhz = _nominal_mhz(facts)
@@ -185,7 +185,7 @@ def _llvm_name(arch: str) -> str:
 
 
 def _usable_mcpu(arch: str, wanted: str, flags: frozenset[str]) -> str:
-    """``wanted``, LLVM's name of a microarchitecture, if all its instructions are there, else the best x86-64 level that is."""
+    """``wanted``, an LLVM CPU name, if the flags have all its instructions, else the best x86-64 level that they have."""
     needs = _core(arch).get("needs") or _core(wanted).get("needs", ())
     if wanted and set().union(*(_LEVELS.get(name, {name}) for name in needs)) <= flags:
         return wanted
@@ -206,7 +206,7 @@ def _arm_simd(arch: str, flags: frozenset[str]) -> tuple[int | None, bool | None
 
 
 def _nominal_mhz(facts: CpuFacts) -> float | None:
-    """By the model's name, the driver, or what a hypervisor reports; the current clock only where nothing else is known."""
+    """Nominal clock by the model's name, the driver or the hypervisor; the current clock only if nothing else is known."""
     named = re.search(r"@\s*([\d.]+)\s*GHz", facts.model_name)
     if named:
         return float(named.group(1)) * 1000
@@ -257,22 +257,22 @@ def _text(path: Path) -> str:
 #: Environment variable: YAML files of devices, separated by ``:``.
 DEVICES_VARIABLE = "CDMPP_DEVICES"
 
-#: The name that stands for the CPU at hand.
+#: The name that stands for this machine's CPU.
 THIS_CPU = "this-cpu"
 
 _SHIPPED = Path(__file__).with_name("table.yaml")
 
 
 class DeviceTable:
-    """Whole devices by name and alias; a later row of the same name and kind changes the fields that it gives. ``this_cpu`` is
-    the CPU at hand as detected, known as ``this-cpu``: a row that describes it gives it name and facts, else it becomes a row
-    of its own."""
+    """Whole devices by name and alias. A later row of the same name and kind overrides the fields that it gives. ``this_cpu``
+    is this machine's CPU as detected, found as ``this-cpu``. If a row describes it, it takes that row's name and facts; else it
+    becomes a row of its own."""
 
     def __init__(self, rows: Iterable[Device], this_cpu: Device | None = None) -> None:
         self._rows: dict[str, Device] = {}
         self._keys: dict[str, str] = {}
         self._joined: dict[str, str] = {}
-        #: Short name -> words about the form -> devices.
+        #: Short name -> form (``sxm``, ``pcie``, ``oam`` or "") -> names of devices.
         self._forms = defaultdict[str, defaultdict[str, set[str]]](lambda: defaultdict(set))
         for row in rows:
             known = self._rows.get(row.name)
@@ -283,7 +283,7 @@ class DeviceTable:
                     self._keys[normalise(name)] = row.name
                     known_as = self._joined.setdefault(_joined(name), row.name)
                     if known_as != row.name:
-                        self._joined[_joined(name)] = ""  # of several devices
+                        self._joined[_joined(name)] = ""  # several devices have this name
                     short, form, _ = _short(name)
                     self._forms[short][form].add(row.name)
         self.this_cpu: Device | None = None
@@ -296,17 +296,17 @@ class DeviceTable:
                 self._keys[normalise(name)] = self.this_cpu.name
 
     def _recognised(self, here: Device) -> Device | None:
-        """The row of the CPU at hand: of its product, or of its kind (``epyc-zen4-...``), and only where all that makes a
-        CPU what it is agrees. A model string decides nothing: hypervisors call a Zen 3 and a Zen 4 "AMD EPYC"."""
+        """The row that describes this machine's CPU: of the same product or kind (``epyc-zen4-...``), and equal in all
+        identifying facts. The model string alone decides nothing: hypervisors call both a Zen 3 and a Zen 4 "AMD EPYC"."""
         product = self._rows.get(self._keys.get(normalise(here.model), ""))
         of_kind = [row for row in self._rows.values() if _kind_of_cpu(row.name) == _kind_of_cpu(here.name)]
         candidates = [row for row in (product, *of_kind) if row is not None and row.kind == "cpu"]
         found = next((row for row in candidates if not row.differences(here)), None)
-        # A user's row may hold no more than what was measured of this machine.
+        # A user's row may hold nothing but measurements of this machine.
         return overlay(here, found) if found is not None and not found.arch else found
 
     def _named(self, here: Device) -> Device:
-        """The detected row, under a name that no other CPU of the table has."""
+        """The detected CPU, renamed if another CPU of the table has its name."""
         known = self._rows.get(here.name)
         if known is None:
             return here
@@ -320,13 +320,13 @@ class DeviceTable:
         return [self._rows[name] for name in sorted(self._rows)]
 
     def find(self, name: str) -> Device | None:
-        """The whole device of a name, a model string or an alias, in any case, with spaces, ``_``, ``-`` or nothing between
-        words, with or without its maker's, its line's, its form and its memory if these leave one; None if unknown."""
+        """The whole device of a name, model string or alias; None if unknown or ambiguous. Case and separators (spaces, ``_``,
+        ``-``, nothing) do not matter. Maker, product line, form and memory may be left out if one device remains."""
         exact = self._keys.get(normalise(name)) or self._joined.get(_joined(name))
         return self._rows.get(exact or self._nearly(name))
 
     def _nearly(self, name: str) -> str:
-        """The device of a short name and as much memory, of this form if one is known to be; "" of none and of several."""
+        """Name of the device with this short name, this memory and (if known) this form; "" if none or several fit."""
         short, form, gb = _short(name)
         named: Mapping[str, set[str]] = self._forms.get(short, {})
         known = {row for rows in named.values() for row in rows}
@@ -336,15 +336,15 @@ class DeviceTable:
         return found.pop() if len(found) == 1 else usual if usual in found and not (form and form not in named) else ""
 
     def variants(self, name: str) -> list[str]:
-        """Names of the devices, two or more, that a short name such as ``A100`` leaves open; none where it says which."""
+        """Names of the two or more devices that a short name such as ``A100`` may mean; none if it gives form or memory."""
         short, form, gb = _short(name.partition("@")[0])
         known = {row for rows in self._forms.get(short, {}).values() for row in rows}
         return sorted(known) if not form and gb is None and len(known) > 1 else []
 
     def get(self, name: str) -> Device:
-        """The device of a name ``base[.isa][@share]``: ``base`` as of :meth:`find`, ``isa`` one of
-        :data:`cdmpp.device.spec.ISAS`, ``share`` as of :meth:`Device.used`. UnknownDeviceError: there is no such one (the
-        message suggests near names)."""
+        """The device of a name ``base[.isa][@share]``: ``base`` as in :meth:`find`, ``isa`` one of
+        :data:`cdmpp.device.spec.ISAS`, ``share`` as in :meth:`Device.used`. UnknownDeviceError: there is no such device (the
+        message suggests similar names)."""
         base, at, share_text = name.partition("@")
         share = None
         if at:
@@ -368,18 +368,18 @@ class DeviceTable:
 
 
 def _kind_of_cpu(name: str) -> str:
-    """``epyc-zen4-2.6ghz`` -> ``epyc-zen4``: brand and microarchitecture, without clock and what follows."""
+    """``epyc-zen4-2.6ghz`` -> ``epyc-zen4``: brand and microarchitecture, without the clock and what follows it."""
     return re.split(r"-[\d.]+ghz", name)[0]
 
 
 def normalise(name: str) -> str:
-    """A name without case, marks and kinds of separator: ``AMD_Instinct MI100`` -> ``amd-instinct-mi100``."""
+    """A name in lower case, without marks, ``-`` between words: ``AMD_Instinct MI100`` -> ``amd-instinct-mi100``."""
     plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
     return re.sub(r"[\s_/-]+", "-", plain).strip("-")
 
 
-#: Words that may be left out of a name, of makers and of lines; what else says nothing; forms; and sizes of memories in GB.
-#: What differs by less is the same size (10**9 or 2**30 bytes, and what ECC takes).
+#: Parts of names: makers and product lines, which may be left out; other words without meaning; forms; memory sizes in GB.
+#: Sizes that differ by less than ``_SAME_MEMORY`` are the same (10**9 or 2**30 bytes, and what ECC takes).
 _MAKERS = re.compile("nvidia|amd|intel|geforce|tesla|instinct|radeon")
 _LINES = re.compile(r"^(rtx|gtx|rx|arc)(?=[a-z]?\d)")
 _NOTHING, _FORM = re.compile(r"hbm\de?|generation|gpu|:.*"), re.compile(r"(pcie|oam|sxm)([2-6](?!\d?gb))?")
@@ -393,7 +393,7 @@ def _joined(name: str) -> str:
 
 
 def _short(name: str) -> tuple[str, str, float | None]:
-    """A name without what may be left out, its form and its gigabytes: ``A100-SXM4-80GB`` -> ``a100``, ``sxm``, 80."""
+    """A name without optional parts, its form and its memory in GB: ``A100-SXM4-80GB`` -> ``a100``, ``sxm``, 80."""
     plain = normalise(name)
     apart = re.search(r"-(\d+)gb?(?=-|$)", plain)
     joined = _NOTHING.sub("", _joined(plain.replace(apart.group(), "") if apart else plain))
@@ -402,22 +402,22 @@ def _short(name: str) -> tuple[str, str, float | None]:
     return short, form.group(1) if form else "", float(memory.group(1)) if memory else None
 
 
-#: GFLOP/s per GB/s of what exists: 7 (A64FX) to 105 (A40, L40S).
+#: Plausible GFLOP/s per GB/s. Existing devices have 7 (A64FX) to 105 (A40, L40S).
 _BALANCE = (0.7, 1500.0)
-#: Stated float32 peak over lanes times clock: 1 with multiply-add counted as one, 2 as two, others by other clocks.
+#: Stated float32 peak over twice lanes times clock: 0.5 if a multiply-add counts once, 1 if twice, or by other clocks.
 _PEAK_RATIO = (0.05, 20.0)
 
 
 @functools.cache
 def row_fields() -> tuple[str, ...]:
-    """Fields that a row of a file may have."""
+    """Names of the fields that a row of a device file may have."""
     own = shipped_table("device/fields.yaml")
     return "name", "kind", "aliases", *own["texts"], *own["flags"], *own["numbers"], "peak_gflops", "measured"
 
 
 def read_device_file(path: str | Path) -> list[Device]:
-    """The rows of a YAML file: a list of mappings, or one mapping, with :func:`row_fields`. UnknownDeviceError where it cannot
-    be read, or a field is wrong or implausible: the message names the row and the field."""
+    """The rows of a YAML file, which holds one mapping or a list of mappings with the fields of :func:`row_fields`.
+    UnknownDeviceError: it cannot be read, or a field is wrong or implausible; the message names the row and the field."""
     with raised_as(UnknownDeviceError, f"cannot read devices from {path}"):
         content = read_yaml(path)
     items = [content] if isinstance(content, dict) else content
@@ -427,7 +427,7 @@ def read_device_file(path: str | Path) -> list[Device]:
 
 
 def row_from_mapping(item: Any, where: str = "", number: int = 1) -> Device:
-    """A whole device from the mapping of a file; UnknownDeviceError as :func:`read_device_file` raises."""
+    """A whole device from one mapping of a device file; UnknownDeviceError as in :func:`read_device_file`."""
     who = str(item.get("name", f"row {number}") if isinstance(item, Mapping) else f"row {number}")
     who = f"{where}: {who}" if where else who
     if not isinstance(item, Mapping):
@@ -478,7 +478,7 @@ def _value(who: str, name: str, value: Any, kind: str) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a float can hold: not NaN, infinity, or a longer integer, as files may have."""
+    """Whether a value is a number that a float can hold; files may also have NaN, infinity and longer integers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -495,7 +495,7 @@ def _rates(who: str, name: str, values: Any) -> dict[str, float]:
 
 
 def _check_balance(row: Device, who: str) -> None:
-    """Refuse what single ranges are too wide for: peak against lanes and clock, and arithmetic against memory."""
+    """Refuse what the ranges of single fields cannot catch: peak against lanes and clock, and peak against memory bandwidth."""
     peak, lanes = row.peak_gflops.get("float32"), row.lanes_per_core
     if lanes is None and row.simd_bits is not None:
         lanes = row.simd_bits // 32 * (row.simd_pipes or ASSUMED_SIMD_PIPES)
@@ -514,7 +514,7 @@ def _check_balance(row: Device, who: str) -> None:
 
 
 def missing_fields(row: Device) -> tuple[str, ...]:
-    """Fields that predictions would use and the row leaves open, in the order of the row."""
+    """Fields that predictions would use but the row does not give, in the order of the row."""
     wanted = {"clock_mhz", "cores", "l1_kb", "l2_kb", "mem_gb", "bandwidth_gb_s"}
     if row.kind == "gpu":
         wanted |= {"lanes_per_core", "shared_kb", "registers_per_core", "warp_size", "max_threads_per_core"}
@@ -528,7 +528,7 @@ def missing_fields(row: Device) -> tuple[str, ...]:
 
 
 def overlay(known: Device, row: Device) -> Device:
-    """The known row with the fields that the other one gives; their aliases together (UnknownDeviceError if implausible)."""
+    """The known row, updated with the fields and aliases that the other one gives (UnknownDeviceError if implausible)."""
     given = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, "", (), {})}
     united = replace(known, **{**given, "aliases": tuple(dict.fromkeys((*known.aliases, *row.aliases)))})
     _check_balance(united, united.name)
@@ -541,7 +541,7 @@ _this_cpu = functools.cache(detect_cpu)
 
 def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> DeviceTable:
     """The shipped rows, this machine's CPU, and the user's files: :func:`user_file`, those of the environment variable
-    ``CDMPP_DEVICES``, and ``extra``; later ones win. UnknownDeviceError: one cannot be read or has a wrong field."""
+    ``CDMPP_DEVICES``, and ``extra``; later ones win. UnknownDeviceError: a file cannot be read or has a wrong field."""
     configured = [Path(p) for p in os.environ.get(DEVICES_VARIABLE, "").split(os.pathsep) if p]
     home = [user_file()] if user_file().exists() else []
     own = [row for path in (*home, *configured, *map(Path, extra)) for row in read_device_file(path)]
@@ -550,13 +550,13 @@ def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> D
 
 
 def user_file() -> Path:
-    """Where a user's own devices are kept: ``~/.config/cdmpp/devices.yaml``."""
+    """The file that keeps a user's own devices: ``~/.config/cdmpp/devices.yaml``."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "cdmpp" / "devices.yaml"
 
 
 def add_device_file(path: str | Path) -> list[str]:
-    """Make the devices of a YAML file known for good, by adding them to :func:`user_file`; gives their names.
-    UnknownDeviceError: the file cannot be read or has a wrong field, or the user's file cannot be written."""
+    """Add the devices of a YAML file to :func:`user_file`, so that they stay known, and return their names. UnknownDeviceError:
+    the file cannot be read or has a wrong field, or the user's file cannot be written."""
     target = user_file()
     known = {row.name: row for row in read_device_file(target)} if target.exists() else {}
     added = read_device_file(path)
@@ -568,7 +568,7 @@ def add_device_file(path: str | Path) -> list[str]:
 
 
 def write_device_file(rows: Sequence[Device], path: str | Path) -> None:
-    """Write rows as :func:`read_device_file` reads them (UnknownDeviceError if the file cannot be written)."""
+    """Write rows to a file that :func:`read_device_file` reads (UnknownDeviceError if the file cannot be written)."""
     import yaml
 
     path = Path(path)
@@ -584,8 +584,8 @@ def write_device_file(rows: Sequence[Device], path: str | Path) -> None:
 
 
 def get_device(name: str | Device, table: DeviceTable | None = None) -> Device:
-    """The device of a name such as ``this-cpu.x86-64-v2@1`` or ``h200@0.5``: :meth:`DeviceTable.get` of the table, else of
-    :func:`load_table`. A device is given back as it is."""
+    """The device of a name such as ``this-cpu.x86-64-v2@1`` or ``h200@0.5``, by :meth:`DeviceTable.get` of ``table``, or of
+    :func:`load_table` if that is None. A :class:`Device` is returned unchanged."""
     return name if isinstance(name, Device) else (table or load_table()).get(name)
 
 
@@ -595,6 +595,6 @@ def detect() -> Device:
 
 
 def known_devices(table: DeviceTable | None = None) -> list[Device]:
-    """Every device of the table with all its cores, GPUs first, each in the order of names."""
+    """Every device of the table with all its cores: GPUs first, then CPUs, each sorted by name."""
     rows = (table or load_table()).rows
     return [row.used() for row in sorted(rows, key=lambda row: (row.kind != "gpu", row.name))]

@@ -1,4 +1,4 @@
-"""Whole networks: what their tasks take, and what they take together."""
+"""Latency of whole networks: of each task, and end to end."""
 
 from cdmpp.endtoend.graph import NetworkTasks, network_tasks
 from cdmpp.endtoend.latency import Comparison, compare_devices, predict_latency, read_prices, shares_of, smallest_share

@@ -1,9 +1,9 @@
-"""What a network takes when PyTorch runs it eagerly: its ATen operators priced one by one, and added up.
+"""Latency of a network that PyTorch runs eagerly: the sum of its ATen operators, each predicted on its own.
 
-Float32, ``inference_mode``, contiguous tensors. On a CPU oneDNN is on, and there are as many threads as the share has cores. A
-run touches all weights: where they and the largest results do not fit the last cache together, no operator finds its weights
-there. On a GPU convolutions are in tfloat32 where it has units for that, as PyTorch has it by default, and Python calls
-operators while others run: the longer of both counts.
+This assumes float32, ``inference_mode`` and contiguous tensors. On a CPU oneDNN is on, with one thread per core of the share. A
+run touches all weights: if they and the largest result do not fit the last-level cache together, no operator finds its weights
+there. On a GPU convolutions are in tfloat32 if it has units for that, which is PyTorch's default. Python calls operators while
+others run there: the longer of both times counts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from cdmpp.program.operators import work
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Seconds of Python and PyTorch for an operator of a GPU, and how much hosts differ (standard deviation of logarithms): of the
-#: networks written in ``benchmarks/eager.py`` on two machines, 14 to 25 us.
+#: Host seconds of Python and PyTorch per GPU operator, and how much hosts differ (standard deviation of logarithms): 14 to 25
+#: us for the networks written in ``benchmarks/eager.py`` on two machines.
 _CALL_S, _HOSTS = 19e-6, 0.2
-#: Cycles around an operator that finds its code in no cache (9.5 us: 27 networks of training on a Zen 4), and where level 2 has
-#: the network. A result comes from memory once, unlike that of an operator that is repeated: at the rate of a Zen 4's core.
+#: Overhead cycles of an operator whose code is in no cache (9.5 us: 27 training networks on a Zen 4), and of one if the network
+#: fits in the L2 cache. A result passes memory once, unlike that of a repeated operator: at the rate of a Zen 4 core (GB/s).
 _CALL_CYCLES, _NEAR_CYCLES, _RESULT_GB_S = 35_000.0, 5_500.0, 27.0
-#: Part of the last cache that holds what the last run used.
+#: Fraction of the last-level cache that holds what the last run used.
 _KEPT = 0.8
-#: Draws of the operators' errors, and how much one network's errors have in common (standard deviation of logarithms), with
-#: kernels that were measured and without: 0.06 to 0.23 would have held nine of ten networks of ``benchmarks/eager.py``, by
-#: machine (a Zen 4, a Zen 5) and day.
+#: Number of draws of the operators' errors; standard deviation of the logarithmic error that the operators of a network share,
+#: on devices with measured kernels and on others: depending on machine (a Zen 4, a Zen 5) and day, 0.06 to 0.23 would have
+#: covered nine of ten networks of ``benchmarks/eager.py``.
 _DRAWS, _COMMON, _COMMON_ELSEWHERE = 400, 0.15, 0.3
 
 
@@ -49,9 +49,9 @@ def eager_latency(
     coverage: float = COVERAGE,
     launch_overhead_us: float | None = None,
 ) -> LatencyReport:
-    """Predict one run of a network on a GPU or cores of a CPU, where a call takes so many microseconds (None: what it usually
-    takes). NetworkError: it cannot be found or exported, or is no PyTorch network. PredictorError: the operators that the model
-    knows are of another kind of device."""
+    """Predict one run of a network on a GPU or cores of a CPU; ``launch_overhead_us`` is the host's time per call (None: the
+    usual time). Raises NetworkError if the network cannot be found or exported, or is not a PyTorch network; PredictorError if
+    the model was trained on another kind of device."""
     on_cpu = device.kind == "cpu"
     model = load_operator_model(model, device.kind) if isinstance(model, str | Path) else model
     loaded = load_network(network) if isinstance(network, str) else network

@@ -1,4 +1,4 @@
-"""A network's graph and its tasks: of a network that is imported here, or of the graph file of an imported trace."""
+"""A network's graph and its tasks, from a network that is imported here or from the graph file of an imported trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cdmpp.program.types import Task
 
 @dataclass(frozen=True)
 class NetworkTasks:
-    """A graph and the tasks that it runs, by hash; NetworkError where it runs none."""
+    """A graph and the tasks that it runs, by hash. Raises NetworkError if it runs none."""
 
     graph: NetworkGraph
     tasks: Mapping[str, Task]
@@ -33,9 +33,9 @@ class NetworkTasks:
 def network_tasks(network: Network | NetworkTasks | str | Path, data: str | Path | None = None) -> NetworkTasks:
     """The graph and tasks of a zoo name, an ``.onnx`` or ``.pt2`` file, a Network, or an imported trace's graph file.
 
-    `data` is the dataset that holds the tasks of a graph file; None for the one whose ``networks/`` the file lies in.
-    NetworkError where a network cannot be found or imported, its nodes wait for each other, or it has no task; DatasetError
-    where there is no dataset with the tasks of a graph file."""
+    `data` is the dataset that holds the tasks of a graph file; None is the one whose ``networks/`` folder contains the file.
+    Raises NetworkError if a network cannot be found or imported, its nodes wait for each other in a cycle, or it has no task;
+    DatasetError if there is no dataset with the tasks of a graph file."""
     if isinstance(network, NetworkTasks):
         return network
     if isinstance(network, str | Path):
@@ -62,21 +62,21 @@ def _of_file(path: Path, data: str | Path | None) -> NetworkTasks:
 
 
 def graph_of_fused(fused: FusedNetwork, name: str) -> NetworkTasks:
-    """A node for every call in ``main``, in the order of execution, named after the function that it calls.
+    """Build a graph with a node for every call in ``main``, in the order of execution, named after the called function.
 
-    Further calls of a function are numbered. Nothing waits for inputs and weights. Reshapes are views. Functions that are no
-    task (:func:`cdmpp.program.network.task_from_prim_func`), operators that did not become TIR, and branches are
+    Further calls of a function are numbered. No node waits for inputs or weights. Reshapes are views. Functions that are not
+    tasks (:func:`cdmpp.program.network.task_from_prim_func`), operators that were not lowered to TIR, and branches are
     ``unknown``."""
     from tvm import relax
 
     tasks = tasks_of(fused, name)
     nodes: list[GraphNode] = []
     used = Counter[str]()
-    # Relax names variables more than once: they are told apart by the object's address, which hash() gives.
+    # Relax may give several variables the same name, so they are identified by the object's address, which hash() gives.
     made_by: dict[int, tuple[str, ...]] = {}
 
     def sources(*expressions: Any) -> tuple[str, ...]:
-        """Names of the nodes that the variables of expressions come from, each once."""
+        """Names of the nodes that produce the variables in expressions, each once."""
         found: dict[str, None] = {}
 
         def visit(part: Any) -> None:
@@ -111,7 +111,7 @@ def graph_of_fused(fused: FusedNetwork, name: str) -> NetworkTasks:
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
-    """Extents of a tensor; () for anything else and where they are not fixed."""
+    """Extents of a tensor; () for anything else, or if they are not fixed."""
     shape = getattr(variable.ty, "shape", None)
     try:
         return tuple(int(extent) for extent in shape) if shape is not None else ()

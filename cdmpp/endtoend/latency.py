@@ -1,4 +1,4 @@
-"""End-to-end latency of a network: its tasks predicted on a device, or several, and replayed over its graph."""
+"""End-to-end latency of a network: its tasks are predicted on one or several devices and replayed over its graph."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from cdmpp.program.network import Network
 
 FloatArray = NDArray[np.float64]
 
-#: Draws of the tasks' errors: the ends of a 90 % interval are then known to within some two points of coverage.
+#: Number of draws of the tasks' errors. It fixes the ends of a 90 % interval to within about two points of coverage.
 _DRAWS = 400
-#: A share whose latency is at most so many times that of the whole device is as fast.
+#: A share counts as fast as the whole device if its latency is at most this many times the device's.
 _AS_FAST = 1.05
 
 
@@ -46,7 +46,7 @@ class Comparison:
     reports: tuple[LatencyReport, ...]
     #: Names of the devices that have a price, the cheapest run first.
     by_cost: tuple[str, ...]
-    #: What to keep in mind about the order.
+    #: Caveats about the order.
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -77,24 +77,24 @@ def predict_latency(
     data: str | Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LatencyReport:
-    """Predict what a network takes on a device: every task's program is predicted, and the kernels are replayed over the
+    """Predict the latency of a network on a device: every task's program is predicted, and the kernels are replayed over the
     network's graph (:mod:`cdmpp.endtoend.replay`).
 
     ``network`` is a zoo name, an ``.onnx`` or ``.pt2`` file, a Network, the graph file of an imported trace, or
-    :class:`~cdmpp.endtoend.graph.NetworkTasks`; ``data`` the dataset with the tasks of a graph file, where it does not lie in
-    its folder. ``predictor`` is one, its folder (for PyTorch of an operator model), or ``"default"``. ``runtime`` is what runs
-    it: ``"torch"``, eagerly (:mod:`cdmpp.endtoend.eager`; on a GPU the kernels of its libraries), or ``"tvm"``; None is TVM
-    where the tasks or a schedule are given, else PyTorch. ``schedule`` is what a task's program is: ``"untuned"`` (as it is),
+    :class:`~cdmpp.endtoend.graph.NetworkTasks`; ``data`` is the dataset with the tasks of a graph file, if the file is not in
+    its folder. ``predictor`` is one, its folder (for PyTorch that of an operator model), or ``"default"``. ``runtime`` runs the
+    network: ``"torch"``, eagerly (:mod:`cdmpp.endtoend.eager`; on a GPU with the kernels of its libraries), or ``"tvm"``. None
+    is TVM if tasks or a schedule are given, else PyTorch. ``schedule`` selects a task's program: ``"untuned"`` (as it is),
     ``"best"`` (the best predicted of ``programs_per_task`` random programs of its design space), or the folder of a
     MetaSchedule JSON database. For an x86 CPU the ``compile_best`` best predicted programs of each task are compiled (not run)
-    and predicted again from their instructions, which is far more accurate; with 0 ASTs are all that is looked at.
+    and predicted again from their instructions, which is far more accurate; with 0 only their ASTs are used.
 
-    ``streams`` are kernels that may run at the same time, where the graph allows (GPU); with one they run in the order of the
-    graph. ``launch_overhead_us`` are microseconds between two launches; None is of a GPU what its specification says, 0 where
-    it says nothing, of a CPU 0, whose labels hold the call, and of PyTorch what its calls usually take. ``coverage`` is that of
-    the intervals, above 0 and below 1; ``seed`` is of random programs, and of the draws of the independent interval;
-    ``progress`` is told how many of all programs are compiled. CdmppError: UnknownDeviceError, NetworkError, DatasetError,
-    TunerError, ProgramError; or PredictorError, for what is no latency too."""
+    ``streams`` is how many kernels may run at the same time, if the graph allows it (GPU); with 1 they run in graph order.
+    ``launch_overhead_us`` is the microseconds between two launches. None stands for a GPU's specification, or 0 if that has
+    none; for 0 on a CPU, whose labels include the call; and for the usual time of a call in PyTorch. ``coverage`` is that of
+    the intervals, above 0 and below 1. ``seed`` is for random programs and for the draws of the independent interval.
+    ``progress`` is called with the numbers of compiled and of all programs. Raises UnknownDeviceError, NetworkError,
+    DatasetError, TunerError, ProgramError, or PredictorError, also for a prediction that is not a latency."""
     check_coverage(coverage)
     resolved = with_known_clock(device)
     if runs_eagerly(network, runtime, schedule):
@@ -165,10 +165,10 @@ def compare_devices(
     data: str | Path | None = None,
     **options: Any,
 ) -> Comparison:
-    """Predict a network on several devices (one that is named twice counts once) and rank them.
+    """Predict a network on several devices and rank them; a device that is named twice counts once.
 
-    Options and errors are those of :func:`predict_latency`; every device is looked up before anything is predicted. `prices` of
-    an hour are by canonical device name (:func:`read_prices`); a share of a device has a price of its own."""
+    Options and errors are those of :func:`predict_latency`; every device is looked up before anything is predicted. `prices`
+    are per hour, by canonical device name (:func:`read_prices`); a share of a device has its own price."""
     resolved = [get_device(device) for device in devices]
     eager = runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED))
     source: Any = network
@@ -193,8 +193,8 @@ def compare_devices(
 
 
 def shares_of(name: str) -> list[Device]:
-    """A device at its shares, the smallest first: cores of a CPU in powers of two, eighths of a GPU; and all of it
-    (UnknownDeviceError: it is unknown, or is a share itself)."""
+    """The shares of a device, the smallest first, and the whole device last: powers of two of a CPU's cores, eighths of a GPU.
+    Raises UnknownDeviceError if it is unknown or itself a share."""
     if "@" in name:
         raise UnknownDeviceError(f"{name} is a share itself: shares are of a whole device, {name.partition('@')[0]}")
     whole = get_device(name)
@@ -205,14 +205,14 @@ def shares_of(name: str) -> list[Device]:
 
 
 def smallest_share(latency_s: Sequence[float]) -> int:
-    """Number of the first of a device's shares (the smallest first) that is as fast as all of it, within 5 %."""
+    """Index of the first of a device's shares (the smallest first) that is as fast as the whole device, within 5 %."""
     return next(number for number, seconds in enumerate(latency_s) if seconds <= _AS_FAST * latency_s[-1])
 
 
 def read_prices(path: str | Path) -> dict[str, float]:
-    """Canonical device name -> price of an hour, in the user's currency. The file maps device names, with their share where it
-    is not the whole device, to prices, as YAML or JSON. PriceError where it does not, or a price is not positive and finite, or
-    is given twice; UnknownDeviceError for a name."""
+    """Read canonical device name -> price per hour, in the user's currency. The YAML or JSON file maps device names, with the
+    share if it is not the whole device, to prices. Raises PriceError if it does not, or if a price is not positive and finite,
+    or is given twice; UnknownDeviceError for an unknown name."""
     path = Path(path)
     with raised_as(PriceError, f"cannot read prices from {path}"):
         content = read_yaml(path)
@@ -234,7 +234,7 @@ def read_prices(path: str | Path) -> dict[str, float]:
 
 
 def runs_eagerly(network: object, runtime: str | None, schedule: str | Path) -> bool:
-    """Whether PyTorch runs a network (NetworkError for a runtime that is not known, or does not fit the rest)."""
+    """Whether PyTorch runs a network. Raises NetworkError if the runtime is unknown or does not match the other arguments."""
     tasks = isinstance(network, NetworkTasks) or str(network).lower().endswith(".json")
     of_tvm = tasks or str(schedule) != UNTUNED
     if runtime not in (None, "torch", "tvm"):
@@ -245,7 +245,7 @@ def runs_eagerly(network: object, runtime: str | None, schedule: str | Path) -> 
 
 
 def _launch(device: Device, given_us: float | None) -> tuple[float, str]:
-    """Microseconds between launches, and what to say about them."""
+    """Microseconds between launches, and a note about them, which may be empty."""
     known_us = given_us if given_us is not None else 0.0 if device.kind == "cpu" else device.launch_overhead_us
     if known_us is None:
         return 0.0, f"the launch overhead of {device.name} is unknown: no launch gaps are counted"
@@ -257,8 +257,8 @@ def _launch(device: Device, given_us: float | None) -> tuple[float, str]:
 def _error_factors(
     calibration: Calibration | None, device: str, coverage: float, difficulty: FloatArray, seed: int
 ) -> FloatArray:
-    """Factors of the latencies of n tasks in each case that is replayed, float64 (n, cases): the prediction, and with intervals
-    their two ends, then draws of each task's error from the calibration scores, up or down by chance."""
+    """Factors of the latencies of n tasks in each replayed case, float64 (n, cases): the prediction; with intervals also their
+    two ends, then draws of each task's error from the calibration scores, with random signs."""
     if calibration is None or not calibration.supports(coverage):
         return np.ones((len(difficulty), 1))
     scores = calibration.devices.get(calibration.basis(device, coverage), calibration.pooled)

@@ -1,12 +1,12 @@
 """Replaying a graph of tasks: when each of its kernels runs, on one stream or several.
 
 A host issues kernels in the order of the graph, one every ``launch_s`` seconds. On a GPU it does so while kernels run: a kernel
-starts when it has been issued, the nodes that it waits for are done and its stream is free; where kernels are shorter than it
-takes to issue them a gap is left. On a CPU the host runs the kernels itself, so each costs its launch besides.
+starts when it has been issued, the nodes that it waits for are done and its stream is free. Kernels shorter than the time to
+issue one leave gaps. On a CPU the host runs the kernels itself, so each kernel also costs its launch.
 
-Kernels of different streams do not slow each other down here, and events cost nothing: with several streams the result is what
-concurrency can give at best. A node that runs several times belongs to a layer of which the graph holds one: neighbours of
-equal ``repeat`` are a body that runs so often, each run after the end of the one before. Views and unknown nodes take no time.
+Kernels of different streams do not slow each other down here, and events cost nothing, so with several streams the result is
+the best that concurrency can give. A node that runs several times is part of a layer that the graph holds once: neighbours of
+equal ``repeat`` form a body that runs that often, one run after the other. Views and unknown nodes take no time.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from cdmpp.program.graph import GraphNode, NetworkGraph
 
 FloatArray = NDArray[np.float64]
 
-#: A body is replayed so often; what follows takes as long as its last run, which by then is the same every time.
+#: A body is replayed at most this often. Further runs take as long as the last one; by then every run takes the same time.
 _MAX_RUNS = 32
 
 
 @dataclass
 class NodeTime:
-    """When a node runs, in seconds, in the first case that was replayed."""
+    """When a node runs, in seconds, in the first replayed case."""
 
-    #: Of its first run.
+    #: Start of its first run.
     start_s: float
-    #: Its number, from 0.
+    #: Number of its stream, from 0.
     stream: int
-    #: Of all its runs: what its kernels take, and how long its stream was idle because they had not been issued yet.
+    #: Sums over all its runs: time of its kernels, and time that its stream was idle because they had not been issued yet.
     kernel_s: float
     gap_s: float = 0.0
 
 
 class Replay(NamedTuple):
-    """What replaying a graph gave."""
+    """The result of replaying a graph."""
 
-    #: From the first launch to the end of the last kernel, float64 seconds (m,), one for each case.
+    #: Time from the first launch to the end of the last kernel, float64 seconds (m,), one for each case.
     latency_s: FloatArray
-    #: In the order of the graph.
+    #: Times of the nodes, in the order of the graph.
     nodes: tuple[NodeTime, ...]
 
 
@@ -60,10 +60,10 @@ def replay(
 ) -> Replay:
     """Replay a graph in several cases at once, such as lowest, expected and highest latencies of its tasks.
 
-    ``task_s``: task -> seconds in each case, float64 (m,); nodes are assigned to streams by the first case. ``launch_s`` is
-    what the host needs to start one kernel, ``asynchronous`` whether it does so while others run, and ``streams`` how many
-    kernels may run at the same time. NetworkError: a task of the graph is not in `task_s`, there is not one stream, or several
-    on a CPU."""
+    ``task_s`` maps a task to its seconds in each case, float64 (m,); the first case decides the stream of each node.
+    ``launch_s`` is the host's time to start one kernel, ``asynchronous`` whether it does so while others run, and ``streams``
+    how many kernels may run at the same time. Raises NetworkError if a task of the graph is not in `task_s`, or if there is no
+    stream, or more than one on a CPU."""
     if streams < 1:
         raise NetworkError(f"there must be one stream at least, got {streams}")
     if streams > 1 and not asynchronous:
@@ -78,7 +78,7 @@ def replay(
 
 
 class _Clocks:
-    """Of host and streams, and the ends of the nodes so far; arrays are (m,)."""
+    """Clocks of the host and the streams, and the end times of the nodes so far; arrays are (m,)."""
 
     def __init__(self, task_s: Mapping[str, FloatArray], launch_s: float, asynchronous: bool, streams: int) -> None:
         self._task_s, self._launch_s, self._asynchronous = task_s, launch_s, asynchronous
@@ -88,7 +88,7 @@ class _Clocks:
         self.times: dict[str, NodeTime] = {}
 
     def run_body(self, body: list[GraphNode], repeat: float) -> None:
-        """Run nodes `repeat` times, a part of a run as that part of its time."""
+        """Run nodes `repeat` times; a fraction of a run takes that fraction of its time."""
         runs = max(1, min(int(repeat), _MAX_RUNS))
         barrier = self._zero
         for left in reversed(range(runs)):
@@ -103,7 +103,7 @@ class _Clocks:
             self._skip(body, repeat - runs, host, free, last_end)
 
     def _run(self, node: GraphNode, barrier: FloatArray) -> float:
-        """Run a node once; seconds that its stream was idle for want of a launch."""
+        """Run a node once; returns the seconds that its stream was idle because its kernels had not been launched yet."""
         ready = barrier
         for source in node.inputs:
             ready = np.maximum(ready, self._ends[source])
@@ -128,7 +128,7 @@ class _Clocks:
         return gap_s
 
     def _choose(self, node: GraphNode, ready: FloatArray) -> int:
-        """The stream on which a node starts first; of equal ones that of an input, which then needs no event."""
+        """The stream on which a node starts first; if several do, preferably that of an input, which then needs no event."""
         starts = [max(float(ready[0]), float(free[0])) for free in self._free]
         inputs = {self.times[source].stream for source in node.inputs if self.times[source].kernel_s}
         return min(range(len(starts)), key=lambda stream: (starts[stream], stream not in inputs, stream))
@@ -136,7 +136,7 @@ class _Clocks:
     def _skip(
         self, body: list[GraphNode], rest: float, host: FloatArray, free: list[FloatArray], last_end: FloatArray
     ) -> None:
-        """Let `rest` further runs pass, each as long as the last one; a negative part takes back of it."""
+        """Advance by `rest` further runs, each as long as the last one; a negative number takes back part of the last run."""
         period = self.last_end - last_end
         self._host = self._host + rest * (self._host - host)
         self._free = [

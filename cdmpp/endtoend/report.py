@@ -1,4 +1,4 @@
-"""The answer to how long a network takes: its latency, that of its layers, and what they rest on."""
+"""Latency report of a network: its latency, that of its layers, and the assumptions behind them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INDEPENDENT = (
 
 @dataclass(frozen=True)
 class LayerLatency:
-    """One node of the network, all its runs together; the first fields are those of its GraphNode."""
+    """One node of the network, over all its runs; the first fields are those of its GraphNode."""
 
     name: str
     operator: str
@@ -26,22 +26,22 @@ class LayerLatency:
     phase: str
     repeat: float
     tasks: tuple[str, ...]
-    #: Of its kernels, with the interval in which all its tasks are at the same end; None without intervals.
+    #: Latency of its kernels; the interval has all its tasks at the same end, and is None without intervals.
     latency_s: float
     low_s: float | None
     high_s: float | None
     #: How long its stream was idle because the host had not launched its kernels yet.
     gap_s: float
-    #: Part of the sum of all nodes' latencies and gaps, 0 to 1.
+    #: Fraction of the sum of all nodes' latencies and gaps, 0 to 1.
     fraction: float
-    #: When its first kernel starts, and on which stream.
+    #: Start time of its first kernel, and the stream that it runs on.
     start_s: float
     stream: int
     #: Where its programs come from: ``untuned``, ``library``, ``random`` or ``database``; "" without tasks.
     origin: str
     #: Whether one of its programs is far from the training data; None where the predictor cannot tell.
     unfamiliar: bool | None
-    #: On this device, where the graph says it.
+    #: Measured latency on this device, if the graph has it.
     measured_s: float | None
 
 
@@ -59,12 +59,12 @@ class LatencyReport:
     high_s: float | None
     independent_low_s: float | None
     independent_high_s: float | None
-    #: Of a task's own interval.
+    #: Coverage of a single task's interval.
     coverage: float
-    #: Sums over all kernels, and over the times that streams waited for a launch.
+    #: Sum of all kernels' latencies, and of the times that streams waited for a launch.
     kernel_s: float
     gap_s: float
-    #: Kernels started.
+    #: Number of kernel launches.
     launches: float
     launch_overhead_us: float
     streams: int
@@ -72,18 +72,18 @@ class LatencyReport:
     serial_s: float
     #: In the order of execution.
     layers: tuple[LayerLatency, ...]
-    #: In the user's currency; the cost of a million runs.
+    #: Price per hour in the user's currency; cost of a million runs.
     price_per_hour: float | None
     cost_per_million: float | None
-    #: Of the whole network on this device, where the graph says it.
+    #: Measured latency of the whole network on this device, if the graph has it.
     measured_s: float | None
-    #: What the numbers rest on, and what to keep in mind about them.
+    #: Assumptions behind the numbers, and caveats about them.
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
     def ape(self) -> float | None:
-        """Absolute error relative to what was measured (0.1 is 10 %); None where nothing was."""
+        """Absolute error relative to the measured latency (0.1 is 10 %); None if it was not measured."""
         return None if not self.measured_s else abs(self.latency_s / self.measured_s - 1)
 
     def to_json(self) -> dict[str, Any]:

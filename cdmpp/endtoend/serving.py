@@ -1,6 +1,6 @@
-"""Latency of serving steps of language models, and of lists of operators, on devices that need not be here.
+"""Latency of serving steps of language models, and of lists of operators, on devices that need not be at hand.
 
-A step is the sum of its kernels, as they run one after the other from a recorded graph: the time of the host is not in it.
+A step is the sum of its kernels, as they run one after the other from a recorded graph; host time is not included.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from cdmpp.predictor.operators import BEST, OperatorModel, kinds
 from cdmpp.program.llm import Decoder, load_decoder
 from cdmpp.program.operators import dtype_name, operator_table, read_operators
 
-#: Draws of the operators' errors.
+#: Number of draws of the operators' errors.
 _DRAWS = 400
-#: Part of the variance of an operator's error that all operators of a step share: the device.
+#: Fraction of the variance of an operator's error that all operators of a step share, because it is due to the device.
 _SHARED = 0.5
-#: Lengths at which the steps of a generation are predicted; those between are interpolated.
+#: Number of lengths at which the steps of a generation are predicted; those in between are interpolated.
 _SAMPLED_STEPS = 9
-#: Part of a device's memory that weights, keys and values may fill.
+#: Fraction of a device's memory that weights, keys and values may fill.
 _USABLE = 0.9
 
 
 @dataclass(frozen=True)
 class ServingReport:
-    """Predicted latency of operators on a device; ``by_op`` and ``by_phase`` are seconds, ``unknown`` the operators that no
-    time is known of, with their number. ``tokens`` are made in ``latency_s``, 0 where that means nothing."""
+    """Predicted latency of operators on a device; ``by_op`` and ``by_phase`` are seconds, ``unknown`` counts the operators by
+    name that have no prediction."""
 
     network: str
     device: str
@@ -60,8 +60,8 @@ class ServingReport:
         return asdict(self)
 
     def by_name(self) -> list[dict[str, Any]]:
-        """Operators of one phase and name together, as they come: ``runs``, seconds ``together`` and their ``share``, and what
-        is said of the last of them."""
+        """Operators grouped by phase and name, in their order: ``runs``, seconds ``together`` and their ``share`` of the
+        latency; other fields are those of the last operator of the group."""
         found: dict[tuple[str, str], dict[str, Any]] = {}
         for row in self.operators:
             before = found.get((row["phase"], row["name"]), {"runs": 0.0, "together": 0.0})
@@ -73,8 +73,8 @@ class ServingReport:
 
 @dataclass(frozen=True)
 class Serving:
-    """What is asked of a decoder: one ``phase`` (``prefill`` or ``decode``) of ``batch`` sequences, or with ``generate`` a
-    prefill of ``seq`` tokens and so many steps after it."""
+    """The workload of a decoder: one ``phase`` (``prefill`` or ``decode``) of ``batch`` sequences, or with ``generate`` a
+    prefill of ``seq`` tokens and then ``generate`` decode steps."""
 
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
@@ -94,8 +94,8 @@ def predict_operators(
     dtype: str = "bfloat16",
     framework: str = BEST,
 ) -> list[ServingReport]:
-    """Predict the operators of a file (:func:`cdmpp.program.operators.read_operators`) on each device, by the model of its kind
-    (ProgramError, UnknownDeviceError, PredictorError: a row, a device or the framework is wrong)."""
+    """Predict the operators of a file (:func:`cdmpp.program.operators.read_operators`) on each device, with the model for its
+    kind. Raises ProgramError, UnknownDeviceError or PredictorError if a row, a device or the framework is wrong."""
     rows, known = read_operators(path, dtype_name(dtype)), [get_device(name) for name in devices]
     models = {kind: model_of(kind) for kind in {device.kind for device in known}}
     return [_report(rows, d, models[d.kind], Path(path).stem, dtype_name(dtype), framework) for d in known]
@@ -110,9 +110,9 @@ def predict_serving(
     framework: str = BEST,
     prices: Mapping[str, float] | None = None,
 ) -> list[ServingReport]:
-    """Predict a decoder (:func:`cdmpp.program.llm.load_decoder`) on each device, of which there are ``serving.tp`` alike; those
-    without enough memory are left out, with a note. NetworkError: the decoder is not known, cannot be split, or fits into no
-    device's memory. UnknownDeviceError, PredictorError: a device or the framework is wrong."""
+    """Predict a decoder (:func:`cdmpp.program.llm.load_decoder`) on each device, split over ``serving.tp`` of that device.
+    Devices without enough memory are left out, with a note. Raises NetworkError if the decoder is unknown, cannot be split, or
+    fits no device's memory; UnknownDeviceError or PredictorError if a device or the framework is wrong."""
     decoder = load_decoder(spec)
     _check(serving)
     dtype = dtype_name(serving.dtype)
@@ -142,12 +142,12 @@ def _check(serving: Serving) -> None:
 
 
 def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.DataFrame:
-    """The operators of all steps that are predicted; ``weight`` says how many steps of a generation each stands for."""
+    """The operators of all predicted steps; ``weight`` is the number of steps of a generation that each one stands for."""
     plan = [("prefill", 0, serving.seq, serving.past, 1.0)]
     if serving.generate:
         start = serving.past + serving.seq
         at = np.unique(np.linspace(0, serving.generate - 1, min(_SAMPLED_STEPS, serving.generate)).astype(int))
-        # linear interpolation between the lengths that are predicted
+        # linear interpolation between the predicted lengths
         weights = [np.interp(np.arange(serving.generate), at, own).sum() for own in np.eye(len(at))]
         plan += [("decode", int(s) + 1, 1, start + int(s), float(w)) for s, w in zip(at, weights, strict=True)]
     elif serving.phase == "decode":
@@ -161,7 +161,7 @@ def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.
 
 
 def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str, kv_dtype: str) -> float:
-    """GB on one rank; NetworkError where the device has less, with what would fit."""
+    """GB needed on one rank. Raises NetworkError if the device has less, with options that would fit."""
     per_sequence = serving.past + max(serving.generate + serving.seq, 1)
     if serving.phase == "decode" and not serving.generate:
         per_sequence = (serving.past or serving.seq) + 1
@@ -198,7 +198,7 @@ def _report(
     total = float(seconds.sum())
     low_s, high_s = _interval(each * counts, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
     weight = pd.Series(table.get("weight", 1.0), index=table.index)
-    own_s = seconds / weight  # of one step, not all that it stands for
+    own_s = seconds / weight  # of one step, not of all steps that it stands for
     steps = [
         {"step": _plain(step), "phase": phase, "stands_for": weight[of[0]], "latency_s": float(own_s[of].sum())}
         for (step, phase), of in table.groupby([table["step"], phases], sort=False).groups.items()
@@ -237,7 +237,7 @@ def _report(
 
 
 def _interval(seconds: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[float, float]:
-    """Ends of the sum between which nine of ten draws are: errors of operators that are partly the device's."""
+    """Low and high ends of the sum that hold nine of ten draws of the operators' errors, which are partly the device's."""
     if not len(seconds):
         return 0.0, 0.0
     rng = np.random.default_rng(0)
@@ -250,7 +250,7 @@ def _interval(seconds: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[f
 
 
 def _with_rates(report: ServingReport, serving: Serving, memory_gb: float, price: float | None) -> ServingReport:
-    """With what a user of the service sees: time to the first token, time a token, tokens a second, their price."""
+    """Add what a user of the service sees: time to first token, time per token, tokens per second, and their price."""
     tokens = serving.batch * (serving.generate or (serving.seq if serving.phase == "prefill" else 1))
     rate = tokens / report.latency_s
     decode_s = report.by_phase.get("decode")

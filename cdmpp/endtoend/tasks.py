@@ -1,4 +1,4 @@
-"""The tasks of a network predicted: which program runs for each, and what it takes."""
+"""Predicting the tasks of a network: which program runs for each, and its latency."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from cdmpp.tuner.results import RECORD_FILE, TUNING_FILE, WORKLOAD_FILE, json_da
 
 #: The unscheduled PrimFunc. LLVM compiles its loops as they are; on a GPU it stands for what a vendor library runs.
 UNTUNED = "untuned"
-#: The program predicted fastest of some random ones.
+#: The random program that is predicted fastest.
 BEST = "best"
 
 
 class Candidates(NamedTuple):
-    """Programs of one task, one at least, of which the one predicted fastest runs."""
+    """Programs of one task, at least one; the one that is predicted fastest runs."""
 
     #: PrimFuncs.
     funcs: Sequence[Any]
@@ -42,23 +42,23 @@ class Candidates(NamedTuple):
 
 
 class TaskLatency(NamedTuple):
-    """The program that runs for a task, as predicted."""
+    """Prediction for the program that runs for a task."""
 
     latency_s: float
     #: Whether it is far from the training data; None where the predictor cannot tell.
     unfamiliar: bool | None
-    #: As of :class:`Candidates`.
+    #: As in :class:`Candidates`.
     origin: str
-    #: How many times as wide as usual its interval is.
+    #: Width of its interval in log seconds, relative to the usual width.
     difficulty: float = 1.0
 
 
 class Fastest(NamedTuple):
-    """What is predicted of all candidates, and which is the fastest of each task."""
+    """Predictions for all candidates, and the fastest candidate of each task."""
 
     #: (candidates,)
     latency_s: NDArray[np.float64]
-    #: (tasks,): numbers of candidates, and what was known of these besides their ASTs.
+    #: (tasks,): indices of the fastest candidates, and the evidence about these besides their ASTs.
     best: NDArray[np.int64]
     evidence: Evidence
 
@@ -72,9 +72,9 @@ def fastest(
     compile_best: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Fastest:
-    """Of each task's candidates (by its hash) the fastest: with `compile_best` so many of the best predicted ones are compiled
-    (not run) and predicted again from their instructions, and it is one of these. PredictorError where a prediction is no
-    latency."""
+    """Find the fastest of each task's candidates, by task hash. With `compile_best`, that many of the best predicted ones are
+    compiled (not run) and predicted again from their instructions, and the fastest of these counts. Raises PredictorError if a
+    prediction is not a latency."""
     _check_number(compile_best)
     owners = np.repeat(list(programs), [len(item.asts) for item in programs.values()])
     funcs = [func for item in programs.values() for func in item.funcs]
@@ -114,7 +114,7 @@ def predict_tasks(
     compile_best: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[dict[str, TaskLatency], Evidence]:
-    """Each task's program, as :func:`fastest` chooses it, and what was known of them besides their ASTs."""
+    """Predict each task's program, as :func:`fastest` chooses it; also returns the evidence about these besides their ASTs."""
     found = fastest(predictor, source.graph.name, source.tasks, programs, device, compile_best, progress)
     asts = [ast for item in programs.values() for ast in item.asts]
     chosen = [asts[i] for i in found.best]
@@ -129,11 +129,11 @@ def predict_tasks(
 def candidates(
     source: NetworkTasks, schedule: str | Path, device: Device, programs_per_task: int = 64, seed: int = 0
 ) -> tuple[dict[str, Candidates], list[str]]:
-    """Programs of each task by its hash, and what is to be said about them.
+    """Programs of each task by its hash, and notes about them.
 
     The schedule is :data:`UNTUNED`, :data:`BEST` (of `programs_per_task`, by `seed`), or the folder of a MetaSchedule JSON
-    database; tasks that it has no schedule for are as they are. TunerError where there is none such, or a library runs the
-    tasks: then :data:`UNTUNED` alone makes sense."""
+    database; tasks without a schedule in it stay untuned. Raises TunerError if there is no such schedule, or if a library runs
+    the tasks and the schedule is not :data:`UNTUNED`."""
     kind = str(schedule)
     if source.library and kind != UNTUNED:
         raise TunerError(f"schedule {kind}: the tasks of an imported trace are run by a library, which has its own")
@@ -159,7 +159,7 @@ def candidates(
 
 
 def random_programs(task: Task, device: Device, n: int, seed: int) -> list[Any]:
-    """PrimFuncs of up to `n` random points of a task's design space for a device; none where it has no space."""
+    """PrimFuncs of up to `n` random points of a task's design space for a device; empty if it has no design space."""
     rule = "llvm" if device.kind == "cpu" else "cuda"
     try:
         spaces = TaskSpaces(task, rule, int(device.share) if rule == "llvm" else 0)
@@ -170,7 +170,7 @@ def random_programs(task: Task, device: Device, n: int, seed: int) -> list[Any]:
 
 
 def _of_database(folder: Path, tasks: Iterable[Task], device: Device, notes: list[str]) -> dict[str, Any]:
-    """The best schedule of every task that a database has one for."""
+    """The best schedule from a database, for every task that has one in it."""
     absent = [name for name in (WORKLOAD_FILE, RECORD_FILE) if not (folder / name).is_file()]
     if absent:
         raise TunerError(
@@ -180,7 +180,7 @@ def _of_database(folder: Path, tasks: Iterable[Task], device: Device, notes: lis
     database = json_database(folder)
     try:
         tuned_for = str(json.loads((folder / TUNING_FILE).read_text(encoding="utf-8"))["device"])
-    except (OSError, ValueError, KeyError, TypeError):  # MetaSchedule's own databases do not say it
+    except (OSError, ValueError, KeyError, TypeError):  # MetaSchedule's own databases do not name the device
         tuned_for = device.name
     if tuned_for != device.name:
         notes.append(f"the schedules of {folder} were found on {tuned_for}, not on {device.name}")
@@ -204,16 +204,16 @@ def predict_network(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Predicted latency of every task of a network, as ``cdmpp predict NETWORK --json`` writes it.
+    """Predict the latency of every task of a network, as ``cdmpp predict NETWORK --json`` writes it.
 
-    Of each task `programs_per_task` random programs are drawn from MetaSchedule's design space for the device and predicted.
-    ``best_s`` is what a choice by the predictor would promise, ``median_s`` what a blind choice would get. The interval is that
-    of the best program's own prediction: the best of many is more often too low than one picked blindly. With `compile_best` so
-    many of the best predicted programs of each task are compiled (not run) and predicted again from their instructions;
-    ``best_s`` is then the best of these.
+    For each task `programs_per_task` random programs are drawn from MetaSchedule's design space for the device and predicted.
+    ``best_s`` is the best prediction among them, ``median_s`` the median one, which a blind choice would get. The interval is
+    that of the best program's own prediction; the best of many predictions is more often too low than that of a program picked
+    blindly. With `compile_best`, that many of the best predicted programs of each task are compiled (not run) and predicted
+    again from their instructions; ``best_s`` is then the best of these.
 
-    ``best_low_s`` and ``best_high_s`` are None where the predictor has no intervals; ``unfamiliar`` says how many of the
-    programs are far from the training data, None where it cannot tell; ``total_*_s`` are weighted sums over the tasks."""
+    ``best_low_s`` and ``best_high_s`` are None if the predictor has no intervals; ``unfamiliar`` is the number of programs that
+    are far from the training data, None if it cannot tell; ``total_*_s`` are weighted sums over the tasks."""
     _check_number(compile_best)  # before anything is imported
     resolved = with_known_clock(device)
     loaded = load_network(network) if isinstance(network, str) else network

@@ -1,4 +1,4 @@
-"""The predictor: features in, seconds out. Torch is imported when something here is first used."""
+"""The predictor: features in, seconds out. Torch is imported when a name of this package is first used."""
 
 from __future__ import annotations
 

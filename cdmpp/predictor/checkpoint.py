@@ -1,5 +1,5 @@
-"""What is kept on disk: the folder of a predictor (``predictor.json`` and ``weights.safetensors``), and the checkpoint of a
-training run, one safetensors file. A killed run leaves either the old file or the new one."""
+"""Files on disk: a predictor's folder (``predictor.json`` and ``weights.safetensors``), and the checkpoint of a training run,
+one safetensors file. A run that is killed while it writes leaves either the old file or the new one."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ FORMAT_VERSION = 5
 
 _JSON_FILE = "predictor.json"
 _WEIGHTS_FILE = "weights.safetensors"
-#: Before the names of the arrays of calibrations other than that of plain predictions.
+#: Calibration -> prefix of the names of its arrays, empty for that of plain predictions.
 _PREFIXES = {"calibration": "", "compiled_calibration": "compiled_", "measured_calibration": "measured_"}
 
-#: What a checkpoint keeps of the state besides tensors.
+#: Fields of the state that a checkpoint keeps besides tensors.
 _PROGRESS = ("epoch", "step", "best_epoch", "best_mape")
 
 Tensors = dict[str, torch.Tensor]
@@ -44,9 +44,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class TrainerState:
-    """Everything the next epoch depends on: epochs and optimiser steps done; state dictionaries of the current weights, of
-    their average and of the average at the best epoch; that of the optimiser (parameter number -> name -> tensor); the best
-    epoch (from 1) and its validation MAPE, 0 and infinity before the first."""
+    """Everything the next epoch depends on: the numbers of epochs and optimiser steps done; state dictionaries of the current
+    weights, of their average and of the average at the best epoch; the state of the optimiser (parameter number -> name ->
+    tensor); the best epoch (from 1) and its validation MAPE, 0 and infinity before the first epoch."""
 
     epoch: int = 0
     step: int = 0
@@ -66,7 +66,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapp
 
 
 def load_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
-    """Read a safetensors file and its metadata; PredictorError if it is missing or damaged."""
+    """Read a safetensors file and its metadata. Raises PredictorError if it is missing or damaged."""
     unreadable = raised_as(PredictorError, f"{path}: expected a safetensors file, cannot read it", SafetensorError)
     with unreadable, safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in list(file.keys())}, dict(file.metadata() or {})
@@ -84,7 +84,7 @@ def save_checkpoint(path: Path, state: TrainerState, fingerprint: str) -> None:
 
 
 def load_checkpoint(path: Path, fingerprint: str) -> TrainerState:
-    """Read a checkpoint; PredictorError if it is damaged, of another version, or of another configuration or other records."""
+    """Read a checkpoint. PredictorError if it is damaged or of another version, another configuration or other records."""
     tensors, metadata = load_tensors(path)
     try:
         progress: dict[str, Any] = parse_json(metadata["progress"])
@@ -106,7 +106,7 @@ def load_checkpoint(path: Path, fingerprint: str) -> TrainerState:
 
 
 def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Write the fields of a :class:`~cdmpp.predictor.predictor.Predictor` into a folder (made if missing)."""
+    """Write the fields of a :class:`~cdmpp.predictor.predictor.Predictor` into a folder, which is created if missing."""
     import cdmpp
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
 
 
 def load_fields(folder: Path) -> dict[str, Any]:
-    """The fields of the predictor in a folder, or in the run folder that holds one; errors as of
+    """Read the fields of a predictor from its folder or from the run folder that holds it. Raises the errors of
     :meth:`cdmpp.predictor.predictor.Predictor.load`."""
     if not (folder / _JSON_FILE).exists() and (folder / "predictor" / _JSON_FILE).exists():
         folder = folder / "predictor"

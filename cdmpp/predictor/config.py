@@ -26,24 +26,24 @@ class ModelConfig(_Section):
     ffn_dim: int = Field(256, ge=1)
     #: Drop-out probability inside the encoder and the decoder.
     dropout: float = Field(0.05, ge=0, lt=1)
-    #: Bins of the piecewise-linear encoding that each leaf feature gets besides its value; 0 leaves it out.
+    #: Bins of the piecewise-linear encoding of each leaf feature, an input besides its value; 0 turns it off.
     bins: int = Field(0, ge=0)
     #: Pre-order positional encoding added to the leaves: ``standard`` frequencies or the ``paper``'s.
     positional: Literal["standard", "paper"] = "standard"
     #: How the device enters: ``film`` scales and shifts every leaf, ``none`` hides it from the network.
     device: Literal["film", "none"] = "film"
-    #: Whether the decoder sees what is computed of program and device together (:mod:`cdmpp.predictor.pair_features`).
+    #: Whether the decoder gets features of program and device together (:mod:`cdmpp.predictor.pair_features`).
     pairs: bool = True
-    #: Part of the GPU examples of each batch of which the network is told only what carries over to GPUs it was not
-    #: trained on (:data:`cdmpp.device.GENERAL_DEVICE_FEATURES`); above 0, it is told no more of a GPU it never saw.
+    #: Fraction of the GPU examples in each batch for which the network gets only the features that carry over to GPUs it was
+    #: not trained on (:data:`cdmpp.device.GENERAL_DEVICE_FEATURES`). Above 0, it gets only these for a GPU it never saw.
     general_part: float = Field(0.0, ge=0, le=1)
-    #: Whether the network has a second decoder, which is told the instructions of the compiled program besides
-    #: (:mod:`cdmpp.program.codegen`) and learns from the programs with counts: ``predict(..., compiled=True)``.
+    #: Whether the network has a second decoder, which also gets the instruction counts of the compiled program
+    #: (:mod:`cdmpp.program.codegen`) and learns from the programs with counts. It serves ``predict(..., compiled=True)``.
     compiled: bool = False
     #: Size of the pooled embedding.
     embedding_dim: int = Field(128, ge=1)
-    #: Whether the network has a second head, used in training only, that predicts the instructions a compiler makes of
-    #: the program (:mod:`cdmpp.program.codegen`).
+    #: Whether the network has a second head, used in training only, that predicts the instruction counts of the compiled
+    #: program (:mod:`cdmpp.program.codegen`).
     codegen: bool = False
     #: Hidden width and number of hidden layers of the MLP from embedding and device to the label.
     decoder_dim: int = Field(256, ge=1)
@@ -59,8 +59,8 @@ class ModelConfig(_Section):
 class LabelConfig(_Section):
     """Label transform, see :mod:`cdmpp.predictor.encoding`.
 
-    ``relative_to`` is what latencies are divided by before: the ``roofline`` of the program on the device or an analytical
-    ``estimate`` (:mod:`cdmpp.predictor.pair_features`), so that the network predicts an efficiency."""
+    ``relative_to`` is what latencies are divided by before the transform: the ``roofline`` of the program on the device or an
+    analytical ``estimate`` (:mod:`cdmpp.predictor.pair_features`), so that the network predicts an efficiency."""
 
     transform: Literal["box-cox", "log"] = "box-cox"
     relative_to: Literal["none", "roofline", "estimate"] = "none"
@@ -69,18 +69,18 @@ class LabelConfig(_Section):
 class LossConfig(_Section):
     """Terms of the training loss and their weights, see :mod:`cdmpp.predictor.losses`."""
 
-    #: MSE of the transformed labels, MAPE of the seconds.
+    #: Weights of the MSE of the transformed labels and of the MAPE of the seconds.
     mse_weight: float = Field(1.0, ge=0)
     mape_weight: float = Field(0.3, ge=0)
     #: Over-prediction factor above which the relative error grows linearly in the log ratio.
     mape_cap: float = Field(2.0, gt=1)
-    #: Central moment discrepancy between the embeddings of a batch and of as many programs of the split's unlabelled
-    #: part (``adapt`` in the specification), and its highest moment. Batches are then not sorted by length: the
-    #: embeddings of programs of one length are not a sample of their domain.
+    #: Weight and highest moment of the central moment discrepancy between the embeddings of a batch and those of as many
+    #: programs of the split's unlabelled part (``adapt`` in the specification). If it is used, batches are not sorted by
+    #: length, as the embeddings of programs of one length are not a sample of their domain.
     cmd_weight: float = Field(0.0, ge=0)
     cmd_moments: int = Field(5, ge=1)
-    #: MSE of the standardised logarithms of the instruction counts, for the programs that have some; needs
-    #: ``model.codegen``. Left out, with a warning, where no training program has any.
+    #: Weight of the MSE of the standardised logarithms of the instruction counts, for the programs that have some; needs
+    #: ``model.codegen``. Left out, with a warning, if no training program has any.
     codegen_weight: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
@@ -93,55 +93,55 @@ class LossConfig(_Section):
 class TrainConfig(_Section):
     """Optimisation."""
 
-    #: Most epochs, and epochs without a better validation MAPE after which training stops.
+    #: Maximum number of epochs, and number of epochs without a better validation MAPE after which training stops.
     epochs: int = Field(60, ge=1)
     patience: int = Field(15, ge=1)
-    #: Which epoch's weights are kept: the ``best`` by validation MAPE, or the ``last``, whatever the validation says
-    #: (and then all epochs are run). With few validation networks their MAPE is ruled by a handful of programs, and the
-    #: end of the cosine is the safer choice.
+    #: Which epoch's weights are kept: the ``best`` by validation MAPE, or the ``last``, whatever its validation MAPE
+    #: (all epochs are then run). With few validation networks a handful of programs dominate the MAPE, and the end of the
+    #: cosine schedule is the safer choice.
     select: Literal["best", "last"] = "best"
-    #: Records a step.
+    #: Records per step.
     batch_size: int = Field(256, ge=1)
-    #: Of :mod:`cdmpp.predictor.optimizer`, with linear warm-up and cosine decay over ``epochs``; the gradient norm is clipped.
+    #: For :mod:`cdmpp.predictor.optimizer`, with linear warm-up and cosine decay over ``epochs``; the gradient norm is clipped.
     learning_rate: float = Field(2e-3, gt=0)
     weight_decay: float = Field(1e-2, ge=0)
     warmup_fraction: float = Field(0.05, ge=0, lt=1)
     grad_clip: float = Field(1.0, gt=0)
-    #: Decay a step of the averaged weights that are validated and saved; 0 turns averaging off.
+    #: Decay per step of the averaged weights, which are validated and saved; 0 turns averaging off.
     ema_decay: float = Field(0.995, ge=0, lt=1)
-    #: Of initialisation, order and drop-out.
+    #: Seed of initialisation, record order and drop-out.
     seed: int = 0
-    #: Networks that are trained, each with a seed of its own (``seed`` and up). Where the compiled code is known the logarithms
-    #: that they predict are averaged; without it the first answers alone, which tuning needs to be fast.
+    #: Number of networks that are trained, each with its own seed (``seed`` and up). If the compiled code is known, their
+    #: predicted logarithms are averaged; without it the first network predicts alone, as tuning needs fast predictions.
     members: int = Field(1, ge=1)
-    #: Torch threads; None leaves torch's setting.
+    #: Number of torch threads; None keeps torch's setting.
     threads: int | None = Field(None, ge=1)
     #: Where to train: ``cpu``, ``cuda`` or ``auto``.
     device: Literal["cpu", "cuda", "auto"] = "cpu"
-    #: Of the network's products in training: ``float32``, or ``bf16`` where the device has it (weights, losses and
-    #: validation stay float32).
+    #: Precision of the network's matrix products in training: ``float32``, or ``bf16`` if the device has it (weights,
+    #: losses and validation stay float32).
     precision: Literal["float32", "bf16"] = "float32"
 
 
 class DataConfig(_Section):
-    """Which records: dataset folders (or folders of them), and devices (None: all)."""
+    """Which records to train on: dataset folders (or folders of them), and devices (None: all)."""
 
     paths: tuple[str, ...] = ()
     devices: tuple[str, ...] | None = None
-    #: Let the first network learn also from programs that were compiled for a CPU of the training but not measured on it
-    #: (``cdmpp codegen --device``), or anywhere (``cdmpp profile --draw-only``): what the others, trained on what was measured,
-    #: say of their compiled code.
+    #: Let the first network also learn from programs that were compiled for a training CPU but not measured on it
+    #: (``cdmpp codegen --device``), or nowhere measured (``cdmpp profile --draw-only``). Their labels are predicted from the
+    #: compiled code by the other networks, which are trained on the measured records.
     unmeasured: bool = False
 
 
 class SplitConfig(_Section):
-    """A split specification as :meth:`cdmpp.dataset.Split.parse` takes it."""
+    """A split specification for :meth:`cdmpp.dataset.Split.parse`."""
 
     spec: str = "by_network:heldout=4;seed=0"
 
 
 class Config(_Section):
-    """Everything a training run depends on besides the records."""
+    """All settings of a training run: everything it depends on besides the records."""
 
     model: ModelConfig = ModelConfig()  # type: ignore[call-arg]
     label: LabelConfig = LabelConfig()
@@ -162,7 +162,7 @@ class Config(_Section):
 def config_from_dict(values: Any, source: str = "configuration") -> Config:
     """Build a configuration from nested dictionaries.
 
-    Raises PredictorError: an unknown key or a value out of range; the message names each with its path."""
+    Raises PredictorError for unknown keys and values out of range; the message names each with its path."""
     if values is None:
         values = {}
     if not isinstance(values, dict):

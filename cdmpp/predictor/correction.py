@@ -1,14 +1,14 @@
-r"""What a few measurements of a device say of a predictor's errors on it, without training the network again.
+r"""Corrections of a predictor's errors on a device from a few measurements, without training the network again.
 
-Errors are a constant of the device, a part that goes with what bounds a compiled program there (the features of program and
-device together, and of the code), and a part that goes with what the network sees in it (its embedding, and waves over it):
+The log error is modelled as a constant of the device, a part linear in what bounds a compiled program there (the features of
+program and device together, and of the code), and a part linear in the network's embedding of the program and waves over it:
 
 .. math:: \log(y / f) = c + w^\top r + v^\top h + t + \epsilon,
 
-with t shared by the programs of a task. With Gaussian priors that is a Gaussian process of linear kernels (Rasmussen &
-Williams, Gaussian Processes for Machine Learning, 2006, section 2.7). How much of it is fitted grows with what was measured:
-of :data:`STEPS` of priors the one is taken that errs least on tasks left out, in closed form (section 5.4.2, with blocks), and
-none at all where none helps.
+with t shared by the programs of a task. With Gaussian priors this is a Gaussian process with linear kernels (Rasmussen &
+Williams, Gaussian Processes for Machine Learning, 2006, section 2.7). The more was measured, the more of the model is fitted:
+of the priors in :data:`STEPS` the one with the least error on left-out tasks is taken (in closed form, section 5.4.2, with
+blocks), and no correction if none helps.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from cdmpp.predictor.uncertainty import left_out
 
 FloatArray = NDArray[np.float64]
 
-#: Standard deviations of the constant, and of the parts by resources and by embedding, from the least to the most.
+#: Prior standard deviations of the constant, and of the parts linear in resources and in embedding, from simple to complex.
 STEPS: tuple[tuple[float, float, float], ...] = (
     (0.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.1, 0.0), (1.0, 0.3, 0.0), (1.0, 0.1, 0.1), (1.0, 0.3, 0.3), (1.0, 0.6, 0.6),
 )  # fmt: skip
-#: Of errors that tasks share, and of single programs.
+#: Standard deviations of the error that the programs of a task share, and of that of each program.
 _TASK, _PROGRAM = 0.15, 0.2
-#: The centre of what is left is shrunk as if so many tasks more had shown none.
+#: The shift that centres the residuals is shrunk as if so many more tasks had shown none.
 _TASKS_WITHOUT = 2
-#: A step has to be better than a simpler one by so many standard errors over tasks, and by so much MAPE.
+#: To be taken, a step must beat a simpler one by so many standard errors over tasks, and by so much MAPE.
 _SURE, _SURE_OF_CONSTANT = 1.0, 0.3
 _LEAST_GAIN = 0.005
-#: Programs of one task, and in all, that are fitted to at most.
+#: Most programs that are fitted to, of one task and in all.
 _OF_TASK, _PROGRAMS = 32, 3000
 
 
 class Fit(NamedTuple):
-    """A correction, None where it is best to do nothing; log(measured / predicted) of m programs whose tasks were ``left`` out,
-    and their ``tasks``; the mean over tasks of their MAPE (``error``), and that without a correction (``before``)."""
+    """A correction, None if none helps; ``left``, the log(measured / predicted) that remains of m programs when their task is
+    left out, and their ``tasks``; the mean over tasks of their MAPE (``error``), and that without a correction (``before``)."""
 
     correction: Correction | None
     left: FloatArray
@@ -56,8 +56,8 @@ class Fit(NamedTuple):
 def fit_correction(
     errors: FloatArray, tasks: Sequence[str], resources: FloatArray, embeddings: FloatArray, seed: int = 0
 ) -> Fit:
-    """Fit to log(measured / predicted) (n,) of programs of these tasks; ``resources`` (n, r) and ``embeddings`` (n, h) are what
-    the network takes and makes of them. PredictorError: no programs."""
+    """Fit to log(measured / predicted) (n,) of programs of these tasks. ``resources`` (n, r) are features that the network gets
+    and ``embeddings`` (n, h) what it makes of the programs. PredictorError: no programs."""
     if not len(errors):
         raise PredictorError("a correction needs measured programs")
     rows = _chosen(np.asarray(tasks), seed)
@@ -65,18 +65,18 @@ def fit_correction(
     names, task = np.unique(np.asarray(tasks)[rows], return_inverse=True)
     means = [part.mean(0) for part in parts]
     centred = [part - mean for part, mean in zip(parts, means, strict=True)]
-    # each part with a mean square of 1 over the programs
+    # scale each part so that its squared norm is 1 on average over the programs
     scales = [1 / max(np.sqrt((part**2).sum(1).mean()), 1e-9) for part in centred]
     centred = [scale * part for scale, part in zip(scales, centred, strict=True)]
     kernels = [np.ones((len(rows), len(rows))), *(part @ part.T for part in centred)]
     noise = _TASK**2 * (task[:, None] == task[None, :]) + _PROGRAM**2 * np.eye(len(rows))
     best, left, shift, alpha = STEPS[0], errors, 0.0, np.zeros(len(rows))
     before = of_task = _by_task(errors, task)
-    # of one task there is nothing to leave out: the constant alone
+    # with a single task none can be left out: try the constant alone
     for step in STEPS[1 : None if len(names) > 1 else 2]:
         inverse = np.linalg.inv(sum((sd**2 * kernel for sd, kernel in zip(step, kernels, strict=True)), noise))
         without = left_out(inverse, errors, task) if len(names) > 1 else errors - errors.mean()
-        # predictions that are too long weigh more: what is left is centred where the mean error is least
+        # MAPE weighs over-predictions more: shift the residuals to where it is least
         centre = least_mape_shift(without, task) * len(names) / (len(names) + _TASKS_WITHOUT)
         tried = _by_task(without - centre, task)
         gained = of_task - tried
@@ -95,13 +95,13 @@ def fit_correction(
 
 
 def _by_task(errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:
-    """MAPE of each task, of log(measured / predicted)."""
+    """MAPE of each task, from log(measured / predicted)."""
     mapes: FloatArray = np.bincount(task, np.abs(np.expm1(-errors))) / np.bincount(task)
     return mapes
 
 
 def _chosen(tasks: NDArray[np.str_], seed: int) -> NDArray[np.int64]:
-    """Numbers of at most so many programs of each task, and in all."""
+    """Random rows of at most ``_OF_TASK`` programs of each task, and at most ``_PROGRAMS`` in all."""
     order = np.random.default_rng(seed).permutation(len(tasks))
     _, task = np.unique(tasks[order], return_inverse=True)
     seen: dict[int, int] = {}

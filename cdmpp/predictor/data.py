@@ -1,4 +1,4 @@
-"""From datasets to what models train on: the label table, the compact ASTs and the devices."""
+"""Turns datasets into training data: the label table, the compact ASTs and the devices."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from cdmpp.program.types import Program
 
 logger = logging.getLogger(__name__)
 
-#: File in a dataset folder that keeps the compact ASTs of its programs.
+#: File in a dataset folder that stores the compact ASTs of its programs.
 AST_FILE = "asts.parquet"
 
-#: Programs rebuilt and walked at a time, and after how many what was derived is written: that can take minutes.
+#: Programs that are rebuilt and processed at once, and new programs after which results are written, which can take minutes.
 _CHUNK, _WRITE_EVERY = 128, 2048
 
-#: ``done, total``: called while ASTs are computed.
+#: Progress callback, called with ``done, total`` while ASTs are computed.
 CountCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Labelled (program, device) pairs and what describes their programs and devices.
+    """Labelled (program, device) pairs with the descriptions of their programs and devices.
 
     ``labels`` has one row per pair, columns :data:`cdmpp.dataset.view.LABEL_COLUMNS`, index 0..n-1; ``asts`` (by hash) and
-    ``devices`` (by name) are of all of these. ``networks`` are those that a task (hash) occurs in, ``families`` those of
-    networks, as far as known. ``view`` is the dataset behind it; None for data made otherwise. ``codegen`` are instruction
-    counts, as :func:`cdmpp.dataset.codegen.load_codegen` gives them, of the programs that have some."""
+    ``devices`` (by name) cover all rows. ``networks`` maps a task (hash) to the networks it occurs in, ``families`` a network
+    to its family, as far as known. ``view`` is the underlying dataset; None for data made otherwise. ``codegen`` holds the
+    instruction counts of the programs that have some, as :func:`cdmpp.dataset.codegen.load_codegen` gives them."""
 
     labels: pd.DataFrame
     asts: Mapping[str, CompactAST]
@@ -62,7 +62,7 @@ class TrainingData:
 
     @property
     def latency_s(self) -> NDArray[np.float64]:
-        """The labels (n,)."""
+        """The labels in seconds (n,)."""
         return self.labels["latency_s"].to_numpy(dtype=np.float64)
 
     def reference_s(self, kind: str, rows: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
@@ -78,7 +78,7 @@ class TrainingData:
     @cached_property
     def codegen_counts(self) -> NDArray[np.float32] | None:
         """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none; None
-        where no pair has any. Not to be written to."""
+        if no pair has any. Read-only."""
         if not self.codegen:
             return None
         codes = {name: counts_key(device) for name, device in self.devices.items()}
@@ -89,7 +89,7 @@ class TrainingData:
         return counts
 
     def numbered_pairs(self) -> tuple[list[CompactAST], list[Device], NDArray[np.int64], NDArray[np.int64]]:
-        """ASTs of the distinct programs, the distinct devices, and the numbers among them of every pair's, int64 (n,) each."""
+        """ASTs of the distinct programs, the distinct devices, and each pair's index into both, int64 (n,) each."""
         programs, program = np.unique(self.labels["program"].to_numpy(dtype=str), return_inverse=True)
         names, device = np.unique(self.labels["device"].to_numpy(dtype=str), return_inverse=True)
         return [self.asts[p] for p in programs], [self.devices[n] for n in names], program, device
@@ -101,8 +101,7 @@ class TrainingData:
 
     @cached_property
     def code_features(self) -> CodeRows:
-        """:func:`cdmpp.predictor.pair_features.code_rows` of every pair, rows of NaN where there are no counts. Not to be
-        written to."""
+        """:func:`cdmpp.predictor.pair_features.code_rows` of every pair, rows of NaN where there are no counts. Read-only."""
         counts = self.codegen_counts
         if counts is None:
             counts = np.full((len(self), len(CODEGEN_FEATURES)), np.nan, np.float32)
@@ -117,7 +116,7 @@ class TrainingData:
         return np.zeros(len(rows), bool) if counts is None else ~np.isnan(counts[rows, 0])
 
     def count_coverage(self, rows: NDArray[np.int64]) -> dict[str, tuple[int, int]]:
-        """CPU -> how many of its records among these pairs (n,) have instruction counts, and how many it has."""
+        """CPU -> number of its records among these pairs (n,) that have instruction counts, and number of all its records."""
         names = self.labels["device"].to_numpy(dtype=str)[rows]
         counted = self.counted(rows)
         return {
@@ -127,8 +126,8 @@ class TrainingData:
         }
 
     def members(self, grouping: str, rows: NDArray[np.int64] | None = None) -> list[tuple[str, ...]]:
-        """For each pair the groups it belongs to: by ``device``, ``task``, ``network``, ``family`` or ``origin``
-        (PredictorError for another grouping). A task of several networks belongs to all."""
+        """The groups that each pair belongs to, by ``device``, ``task``, ``network``, ``family`` or ``origin``
+        (PredictorError for another grouping). A task of several networks belongs to all of them."""
         table = self.labels if rows is None else self.labels.iloc[rows]
         if grouping in ("device", "task", "origin"):
             return [(str(name),) for name in table[grouping]]
@@ -143,7 +142,7 @@ class TrainingData:
 
 
 def warn_of_missing_counts(coverage: Mapping[str, tuple[int, int]]) -> None:
-    """Say of which CPUs some records have no instruction counts; ``coverage`` as of :meth:`TrainingData.count_coverage`."""
+    """Warn of CPUs on which some records lack instruction counts; ``coverage`` is :meth:`TrainingData.count_coverage`."""
     lacking = [f"{counted} of {n} records of {name}" for name, (counted, n) in coverage.items() if counted < n]
     if lacking:
         logger.warning("instruction counts: %s; the others have only their AST", ", ".join(lacking))
@@ -155,9 +154,9 @@ def gather(
     progress: CountCallback | None = None,
     disturbed: bool = False,
 ) -> TrainingData:
-    """Collect labels, ASTs and devices of datasets; missing ASTs are computed, as of :func:`collect_derived`. Labels of a
-    disturbed core neither train nor test: they are left out unless they are asked for (``disturbed``). DatasetError: no
-    dataset, no label is left, or a device has no specification, or two."""
+    """Collect labels, ASTs and devices of datasets; missing ASTs are computed, as in :func:`collect_derived`. Labels measured
+    on a disturbed core are used neither to train nor to test: they are left out unless ``disturbed`` is set. DatasetError:
+    there is no dataset, no label is left, or a device has no specification or two."""
     view = datasets if isinstance(datasets, DatasetView) else load_datasets(datasets)
     config = config or DataConfig()
     labels = view.labels(list(config.devices) if config.devices is not None else None)
@@ -191,7 +190,7 @@ def gather(
 
 
 def _collect_codegen(view: DatasetView) -> dict[tuple[str, str], NDArray[np.float32]]:
-    """Instruction counts kept beside the datasets' records; training does without those that cannot be read."""
+    """Instruction counts stored beside the datasets' records; unreadable files are skipped with a warning."""
     counts: dict[tuple[str, str], NDArray[np.float32]] = {}
     for part in view.parts:
         path = Path(part.path) / CODEGEN_FILE
@@ -219,8 +218,8 @@ def collect_derived(
     save: Callable[[Path, Mapping[str, Any]], None],
     progress: CountCallback | None = None,
 ) -> dict[str, Any]:
-    """What is derived of programs: read from a file in the datasets' folders or the user's cache, else computed with TVM from
-    their PrimFuncs and kept in the cache of the first folder that holds the program. Programs that ``derive`` refuses by a
+    """Data derived from programs: read from a file in the datasets' folders or the user's cache, else computed with TVM from
+    their PrimFuncs and stored in the cache of the first folder that holds the program. Programs for which ``derive`` raises
     ProgramError, or that cannot be rebuilt, are left out."""
     wanted = list(dict.fromkeys(programs))
     known: dict[str, Any] = {}
@@ -260,14 +259,14 @@ def collect_derived(
 def _derive_each(
     view: DatasetView, programs: Sequence[str], resolve: Any, derive: Callable[[list[Any]], Iterable[Any]]
 ) -> tuple[dict[str, Any], dict[str, ProgramError]]:
-    """What ``derive`` makes of the PrimFuncs of programs, together or, where that fails, one by one; and what it refuses."""
+    """Results of ``derive`` on the PrimFuncs of programs, in one call or, if that fails, one by one; and the errors."""
     funcs: dict[str, Any] = {}
     for program in programs:
         try:
             funcs[program] = resolve(view.programs[program])
         except (KeyError, ProgramError) as err:
             logger.warning("program %s cannot be rebuilt: %s", program, err)
-    with suppress(ProgramError):  # of one of them, which is found by taking them one by one
+    with suppress(ProgramError):  # raised by one program, which the loop below finds
         return dict(zip(funcs, derive(list(funcs.values())), strict=True)), {}
     found, refused = dict[str, Any](), dict[str, ProgramError]()
     for program, func in funcs.items():
@@ -279,7 +278,7 @@ def _derive_each(
 
 
 def first_holders(view: DatasetView) -> dict[Path, set[str]]:
-    """Folder -> hashes of its programs that no earlier folder holds: what is derived from a program is kept once."""
+    """Folder -> hashes of its programs that no earlier folder holds, so that data derived from a program are stored once."""
     holders: dict[Path, set[str]] = {}
     held: set[str] = set()
     for part in view.parts:
@@ -290,7 +289,7 @@ def first_holders(view: DatasetView) -> dict[Path, set[str]]:
 
 def program_resolver(view: DatasetView) -> Callable[[Program], Any]:
     """A function from the programs of a dataset to their PrimFuncs (rebuilds them with TVM)."""
-    # also of programs that cannot run: what fails is data as well
+    # verify=False: programs that cannot run are rebuilt too, as failed programs are data as well
     rebuild = Rebuilder(verify=False)
 
     def resolve(program: Program) -> Any:
@@ -301,7 +300,7 @@ def program_resolver(view: DatasetView) -> Callable[[Program], Any]:
 
 
 def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
-    """The pairs with these row numbers as data of their own."""
+    """Training data with only the pairs of these rows."""
     labels = data.labels.iloc[rows].reset_index(drop=True)
     asts = {program: data.asts[program] for program in labels["program"].unique()}
     devices = {name: data.devices[name] for name in sorted(labels["device"].unique())}
@@ -309,5 +308,5 @@ def subset(data: TrainingData, rows: NDArray[np.int64]) -> TrainingData:
 
 
 def split_data(spec: str, data: TrainingData) -> Split:
-    """The split of the data's label table that a specification names; errors as of :meth:`cdmpp.dataset.Split.parse`."""
+    """The split of the data's label table by a specification; errors are those of :meth:`cdmpp.dataset.Split.parse`."""
     return Split.parse(spec, data.labels, data.networks, data.families)

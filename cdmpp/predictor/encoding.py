@@ -1,8 +1,8 @@
-"""What the network sees, and says: features, labels, and batches of programs on devices.
+"""The network's inputs and outputs: features, labels, and batches of programs on devices.
 
-Features go from raw values by a signed logarithm and standardisation, clipped; labels from latency in seconds to the scale that
-the network predicts, and back. Both are fitted on training data alone; the inverse of a label is clamped to a wide range around
-those of the training, as that of Box-Cox is undefined beyond ``-1 / lambda``.
+Raw features are encoded by a signed logarithm and standardisation, then clipped. Latencies in seconds are transformed to the
+scale that the network predicts, and back. Both are fitted on training data alone. The inverse of a label is clamped to a wide
+range around the training labels, as the inverse of Box-Cox is undefined beyond ``-1 / lambda``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IntArray = NDArray[np.int64]
 _PARTS = ("leaf", "device", "pair", "code", "loop")
 #: Standard deviations (of signed logarithms) below which a column counts as constant.
 _CONSTANT_STD = 1e-5
-#: Rows that are encoded at once: more would take gigabytes.
+#: Rows encoded at once: more would take gigabytes.
 _ROWS_AT_ONCE = 65536
 
 
@@ -41,8 +41,8 @@ def signed_log1p(values: NDArray[Any]) -> NDArray[np.float64]:
 @dataclass(frozen=True)
 class ColumnScaler:
     """Signed logarithm and standardisation per column: ``mean`` and ``std``, (n_columns,), are of the signed logarithm
-    of the training rows, ignoring NaN. Columns that did not vary in training are not ``active``: they are encoded as 0
-    always, as whatever weights they meet were never trained. Standardised values are clipped to ``[-clip, clip]``."""
+    of the training rows, ignoring NaN. Columns that did not vary in training are not ``active``: they are always encoded
+    as 0, because the network's weights for them were never trained. Standardised values are clipped to ``[-clip, clip]``."""
 
     names: tuple[str, ...]
     mean: NDArray[np.float64]
@@ -56,7 +56,7 @@ class ColumnScaler:
 
     @classmethod
     def fit(cls, rows: NDArray[Any], names: Sequence[str], clip: float) -> ColumnScaler:
-        """Fit to rows of shape (n, n_columns), n >= 1; NaN is missing."""
+        """Fit to rows of shape (n, n_columns), n >= 1; NaN stands for a missing value."""
         rows = np.asarray(rows)
         _check_columns(rows, names)
         if not len(rows):
@@ -82,12 +82,12 @@ class ColumnScaler:
 
 @dataclass(frozen=True)
 class FeatureEncoder:
-    """Scalers of leaves, devices, pairs of both, compiled code and its loops (:mod:`cdmpp.predictor.pair_features`).
+    """Scalers of leaves, devices, (program, device) pairs, compiled code and its loops (:mod:`cdmpp.predictor.pair_features`).
 
-    The device scaler sees every training device once, whatever its number of records. It clips to as far as any of these is
-    from their mean: a few devices do not tell what lies beyond, and a network that was shown two of them would extrapolate
-    without bound. Without a scaler of pairs or code, these are encoded as nothing. ``feature_set`` identifies the leaf features
-    (:data:`cdmpp.program.ast.FEATURE_SET`)."""
+    The device scaler is fitted to every training device once, however many records it has. It clips at the largest standardised
+    value of a training device: a few devices say nothing about what lies beyond, and a network trained on two of them would
+    extrapolate without bound. Without a scaler, pairs or code are encoded with width 0. ``feature_set`` identifies the leaf
+    features (:data:`cdmpp.program.ast.FEATURE_SET`)."""
 
     feature_set: str
     leaf: ColumnScaler
@@ -100,9 +100,9 @@ class FeatureEncoder:
     def fit(
         cls, feature_set: str, parts: Mapping[str, tuple[NDArray[Any], Sequence[str]]], clip: float = 8.0
     ) -> FeatureEncoder:
-        """Fit to raw rows and column names of each part: ``leaf`` (of all training programs), ``device``, and if any
-        ``pair``, ``code`` and ``loop`` (rows of NaN where unknown). FeatureMismatchError: columns and names differ in
-        number. PredictorError: a leaf value is not finite, or there are no rows."""
+        """Fit to raw rows and column names of each part: ``leaf`` (of all training programs), ``device``, and optionally
+        ``pair``, ``code`` and ``loop`` (rows of NaN where unknown). Raises FeatureMismatchError if the numbers of columns
+        and names differ, PredictorError if a leaf value is not finite or a part has no rows."""
         _check_finite(parts["leaf"][0])
         scalers = {part: ColumnScaler.fit(rows, names, clip) for part, (rows, names) in parts.items()}
         furthest = float(np.abs(scalers["device"].transform(parts["device"][0])).max(initial=1.0))
@@ -125,7 +125,7 @@ class FeatureEncoder:
 
     @property
     def code_dim(self) -> int:
-        """Width of encoded code: numbers of the program, of its longest loops, and the parts of its time."""
+        """Width of encoded code: features of the whole program and of its longest loops, and the parts of its time."""
         if self.code is None or self.loop is None:
             return 0
         return len(self.code.names) + LOOPS * len(self.loop.names) + len(TIME_PARTS)
@@ -141,8 +141,8 @@ class FeatureEncoder:
         return np.concatenate([self.device.transform(devices), np.isnan(devices).astype(np.float32)], axis=1)
 
     def encode_codes(self, rows: CodeRows) -> tuple[FloatArray, NDArray[np.bool_]]:
-        """What is known of n compiled programs -> float32 (n, code_dim) and bool (n,), whether anything is: rows of 0 where
-        not. The parts of the time stay as they are."""
+        """Code features of n compiled programs -> float32 (n, code_dim), and bool (n,), False where they are unknown and the
+        row is 0. The parts of the time are not scaled."""
         n = len(rows.program)
         if self.code is None or self.loop is None:
             return np.zeros((n, 0), np.float32), np.zeros(n, bool)
@@ -153,7 +153,7 @@ class FeatureEncoder:
         return values, known
 
     def general_devices(self, encoded: NDArray[np.float32]) -> FloatArray:
-        """Encoded devices (m, device_dim) with all but :data:`cdmpp.device.GENERAL_DEVICE_FEATURES` missing."""
+        """Encoded devices (m, device_dim) with all features but :data:`cdmpp.device.GENERAL_DEVICE_FEATURES` set missing."""
         keep = np.array([name in GENERAL_DEVICE_FEATURES for name in self.device.names])
         values, missing = np.split(encoded, 2, axis=1)
         return np.concatenate([np.where(keep, values, 0), np.where(keep, missing, 1)], axis=1).astype(np.float32)
@@ -182,8 +182,8 @@ class FeatureEncoder:
 
     @classmethod
     def from_arrays(cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> FeatureEncoder:
-        """Rebuild from :meth:`to_json` and :meth:`to_arrays`; KeyError, TypeError, ValueError or PredictorError if they do not
-        fit together."""
+        """Rebuild from :meth:`to_json` and :meth:`to_arrays`. Raises KeyError, TypeError, ValueError or PredictorError if they
+        do not fit together."""
         scalers = {}
         for part in _PARTS:
             names = tuple(state.get(f"{part}_features", ()))  # early predictors had no code features
@@ -206,10 +206,10 @@ def _check_finite(leaves: NDArray[Any]) -> None:
         raise PredictorError(f"{int(bad.sum())} leaf features are not finite, the first in row {row}, column {column}")
 
 
-#: Names of the transforms.
+#: Names of the label transforms.
 KINDS: tuple[str, ...] = ("box-cox", "log")
 
-#: Predictions may leave the range of the training labels by this factor on either side.
+#: Predictions may exceed the range of the training labels by this factor on either side.
 RANGE_FACTOR = 1e3
 
 #: ``|lambda * log(latency / scale)|`` is kept below the first number for training labels and below the second
@@ -224,12 +224,12 @@ _LOG_LAMBDA = 1e-6
 class LabelTransform:
     """An invertible, increasing, standardised map of ``latency / reference``, of one of :data:`KINDS`.
 
-    ``box-cox`` is ``((y / scale)**lambda - 1) / lambda`` (CDMPP's label normalisation), with the geometric mean of the training
-    labels as ``scale``, which keeps microseconds and seconds well conditioned; ``log`` is its limit for ``lambda = 0``, with a
-    scale of 1. ``mean`` and ``std`` are of the unstandardised transformed training labels; ``log_low`` and ``log_high`` the
-    natural logarithm of the smallest and largest ratio the inverse returns. ``relative_to`` is what latencies are divided by
-    first: a per-program reference (a key of :data:`cdmpp.predictor.pair_features.REFERENCES`), which every method then needs as
-    ``reference_s`` (PredictorError without it); "" for nothing."""
+    ``box-cox`` is ``((y / scale)**lambda - 1) / lambda`` (CDMPP's label normalisation). Its ``scale`` is the geometric mean of
+    the training labels, which keeps both microseconds and seconds well conditioned. ``log`` is its limit for ``lambda = 0``,
+    with a scale of 1. ``mean`` and ``std`` are of the unstandardised transformed training labels; ``log_low`` and ``log_high``
+    are the natural logarithms of the smallest and largest ratio that the inverse returns. ``relative_to`` names the per-program
+    reference that latencies are divided by (a key of :data:`cdmpp.predictor.pair_features.REFERENCES`), "" for none. With a
+    reference, every method needs it as ``reference_s`` and raises PredictorError without it."""
 
     kind: str
     mean: float
@@ -246,7 +246,7 @@ class LabelTransform:
         return bool(self.relative_to)
 
     def forward(self, latency_s: ArrayLike, reference_s: ArrayLike | None = None) -> NDArray[np.float64]:
-        """Seconds -> standardised label, same shape. LabelError for a latency that is not finite and > 0."""
+        """Seconds -> standardised label, same shape. Raises LabelError for a latency that is not finite and > 0."""
         log_ratio = np.log(_checked(latency_s, "latency")) - self._log_reference(reference_s)
         return (self._raw(log_ratio) - self.mean) / self.std
 
@@ -257,9 +257,9 @@ class LabelTransform:
         return np.exp(np.asarray(self._log_of_raw(raw)) + self._log_reference(reference_s))
 
     def log_inverse(self, label: torch.Tensor, log_reference: torch.Tensor | None = None) -> torch.Tensor:
-        """Standardised label -> log seconds, differentiable inside the clamped range."""
+        """Standardised label -> natural logarithm of seconds, differentiable inside the clamped range."""
         low, high = self._raw(np.asarray([self.log_low, self.log_high]))
-        # a hair inside, so that rounding to single precision never leaves the domain
+        # slightly inside the range, so that rounding to single precision never leaves the domain
         margin = 1e-5 * (high - low)
         log_ratio = self._log_of_raw((label * self.std + self.mean).clamp(low + margin, high - margin))
         return log_ratio + self._given(log_reference) if self.relative else log_ratio
@@ -296,9 +296,9 @@ class LabelTransform:
 def fit_transform(
     kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None, relative_to: str = "reference"
 ) -> LabelTransform:
-    """Fit to training labels in seconds (n,), relative to references in seconds (n,) of that name where they are given;
-    Box-Cox's lambda by maximum likelihood. LabelError: no labels, or one that is not finite and positive; PredictorError:
-    unknown kind."""
+    """Fit a transform to training latencies in seconds (n,), relative to references in seconds (n,) if given, which
+    ``relative_to`` names. Box-Cox's lambda is fitted by maximum likelihood. Raises LabelError if there are no labels or one
+    is not finite and positive, PredictorError for an unknown kind."""
     log_ratio = np.log(_checked(latency_s, "latency"))
     if reference_s is not None:
         log_ratio = log_ratio - np.log(_checked(reference_s, "reference"))
@@ -326,8 +326,8 @@ def fit_transform(
 
 
 def transform_from_json(state: dict[str, Any]) -> LabelTransform:
-    """Rebuild a transform from :meth:`LabelTransform.to_json`; PredictorError of an unknown kind, KeyError, TypeError or
-    ValueError if the state is not one."""
+    """Rebuild a transform from :meth:`LabelTransform.to_json`. Raises PredictorError for an unknown kind, and KeyError,
+    TypeError or ValueError if the state is malformed."""
     _check_kind(kind := state["kind"])
     values = {name: float(state[name]) for name in ("mean", "std", "log_low", "log_high")}
     if kind == "box-cox":
@@ -349,14 +349,14 @@ def _checked(values: ArrayLike, what: str) -> NDArray[np.float64]:
     return array
 
 
-#: Kinds of corrections: of predictions from ASTs, and of those with instruction counts.
+#: Kinds of corrections: for predictions from ASTs alone, and for those with instruction counts.
 AST, COMPILED = "ast", "compiled"
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What is added to the logarithm of predictions on a device: ``constant``, and ``weights`` (d,) of inputs less ``mean``
-    (d,), between ``low`` and ``high``, where the parts of the measured programs were."""
+    """A linear correction, added to the logarithm of predictions on a device: ``constant + (inputs - mean) @ weights``, with
+    ``mean`` and ``weights`` (d,). The product is clipped to ``[low, high]``, its range over the measured programs."""
 
     constant: float
     mean: NDArray[np.float64]
@@ -365,11 +365,11 @@ class Correction:
     high: float
 
     def logs(self, inputs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """To be added for programs with these inputs (n, d), (n,)."""
+        """The correction (n,) of the logarithms for programs with these inputs (n, d)."""
         return self.constant + np.clip((inputs - self.mean) @ self.weights, self.low, self.high)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """State as JSON values."""
         return {
             name: [float(f"{v:.6g}") for v in value] if isinstance(value, np.ndarray) else value
             for name, value in vars(self).items()
@@ -377,20 +377,20 @@ class Correction:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> Correction:
-        """Back from :meth:`to_json` (ValueError: numbers that are not finite, or do not belong together)."""
+        """Rebuild from :meth:`to_json`. Raises ValueError if a number is not finite or the shapes do not match."""
         made = cls(**{**state, **{name: np.asarray(state[name], dtype=np.float64) for name in ("mean", "weights")}})
         if not all(np.isfinite(value).all() for value in vars(made).values()) or made.mean.shape != made.weights.shape:
             raise ValueError("a correction must be finite, with as many weights as means")
         return made
 
 
-#: How many cosines stand for a Gaussian.
+#: Number of cosines that approximate a Gaussian kernel.
 WAVES = 192
 
 
 def waves(inputs: NDArray[np.float64], reach: float) -> NDArray[np.float64]:
-    """Cosines of inputs (n, d), (n, WAVES): random Fourier features (Rahimi and Recht, NIPS 2007) of a Gaussian whose standard
-    deviation is ``reach`` times the root of d. They are always the same."""
+    """Cosines of inputs (n, d), shape (n, WAVES): random Fourier features (Rahimi and Recht, NIPS 2007) of a Gaussian kernel
+    whose standard deviation is ``reach`` times the square root of d. The random frequencies are always the same."""
     drawn = np.random.default_rng(0)
     frequencies = drawn.standard_normal((inputs.shape[1], WAVES)) / (reach * math.sqrt(inputs.shape[1]))
     found: NDArray[np.float64] = np.cos(inputs @ frequencies + drawn.uniform(0, 2 * np.pi, WAVES))
@@ -415,9 +415,9 @@ class PaddedBatch(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the network takes besides the programs, one row each, float32: encoded ``device`` (batch, device_dim) and ``pair``
-    (batch, pair_dim, :mod:`cdmpp.predictor.pair_features`), and ``code`` (batch, code_dim) as of
-    :meth:`~cdmpp.predictor.encoding.FeatureEncoder.encode_codes`; zeros where ``has_code``, bool (batch,), is not set."""
+    """The network's inputs besides the programs, one float32 row each: encoded ``device`` (batch, device_dim) and ``pair``
+    (batch, pair_dim, :mod:`cdmpp.predictor.pair_features`), and ``code`` (batch, code_dim) as given by
+    :meth:`~cdmpp.predictor.encoding.FeatureEncoder.encode_codes`, zeros where ``has_code``, bool (batch,), is False."""
 
     device: torch.Tensor
     pair: torch.Tensor
@@ -431,11 +431,11 @@ class Context(NamedTuple):
         return cls(device, nothing, nothing, torch.zeros(len(device), dtype=torch.bool, device=device.device))
 
     def take(self, rows: torch.Tensor) -> Context:
-        """The rows with these numbers, int64, or where True, bool (batch,)."""
+        """The rows with these indices, int64, or where this mask, bool (batch,), is True."""
         return Context(*(part[rows] for part in self))
 
     def to(self, where: torch.device) -> Context:
-        """The same on another torch device."""
+        """The context on another torch device."""
         return Context(*(part.to(where) for part in self))
 
 
@@ -450,7 +450,7 @@ class PackedPrograms:
 
     @classmethod
     def pack(cls, asts: Sequence[CompactAST], encoder: FeatureEncoder) -> PackedPrograms:
-        """Encode and concatenate; every AST has at least one leaf."""
+        """Encode and concatenate the leaves of ASTs, each of which has at least one."""
         offsets = np.cumsum([0, *(ast.n_leaves for ast in asts)], dtype=np.int64)
         leaves = np.concatenate([ast.leaves for ast in asts]) if asts else np.zeros((0, encoder.leaf_dim), np.float32)
         positions = np.concatenate([np.zeros(0, np.int64), *(ast.positions for ast in asts)])
@@ -461,11 +461,11 @@ class PackedPrograms:
 
     @property
     def lengths(self) -> IntArray:
-        """Leaves of each program, shape (programs,)."""
+        """Number of leaves of each program, shape (programs,)."""
         return np.diff(self.offsets.numpy())
 
     def batch(self, programs: IntArray) -> PaddedBatch:
-        """Pad the programs with these numbers, shape (batch,), to the longest of them."""
+        """A batch of the programs with these indices, shape (batch,), padded to the longest of them."""
         rows = torch.from_numpy(np.asarray(programs, dtype=np.int64))
         start = self.offsets[rows]
         lengths = self.offsets[rows + 1] - start
@@ -478,9 +478,9 @@ class PackedPrograms:
 
 @dataclass(frozen=True)
 class GeneralInputs:
-    """What the network is given of m devices as if they had not been in training: encoded devices float32 (m, device_dim),
-    of a CPU all that is known; and ``pair_keep`` float32 (m, pair_dim), 1 for pair features that are given of programs on
-    the device, 0 for others."""
+    """The network's inputs for m devices as if they had not been in training: encoded devices float32 (m, device_dim), with
+    all known features for a CPU; and ``pair_keep`` float32 (m, pair_dim), 1 for pair features that the network is given for
+    programs on the device, 0 for others."""
 
     device_rows: torch.Tensor
     pair_keep: torch.Tensor
@@ -488,9 +488,9 @@ class GeneralInputs:
 
 @dataclass(frozen=True)
 class PairArrays:
-    """n (program, device) pairs: numbers of the program and of the row of ``device_rows``, float32 (devices, device_dim),
-    encoded; ``pair``, ``code`` and ``has_code`` as of :class:`Context`; ``general`` where the network is to learn to do
-    with less (``model.general_part``)."""
+    """n (program, device) pairs: ``program`` and ``device`` index ``packed`` and ``device_rows``, the encoded devices, float32
+    (devices, device_dim). ``pair``, ``code`` and ``has_code`` are as in :class:`Context`. ``general`` is set where the network
+    is to learn to predict with fewer features (``model.general_part``)."""
 
     packed: PackedPrograms
     device_rows: torch.Tensor
@@ -512,8 +512,8 @@ class PairArrays:
         pair: NDArray[np.float64] | None,
         code: CodeRows | None,
     ) -> PairArrays:
-        """Of programs, devices that are encoded already, raw pair features (n, n_pair_features) and compiled code; None for
-        what the encoder does not take or is not known."""
+        """Encode programs, raw pair features (n, n_pair_features) and compiled code, None for those that the encoder does not
+        take or that are unknown. Devices come encoded."""
         n = len(program)
         pairs = np.zeros((n, 0), np.float32) if pair is None or encoder.pair is None else encoder.pair.transform(pair)
         codes, known = np.zeros((n, encoder.code_dim), np.float32), np.zeros(n, bool)
@@ -528,22 +528,22 @@ class PairArrays:
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Of an encoded leaf, device, pair and code."""
+        """Widths of an encoded leaf, device, pair and code."""
         parts = (self.packed.leaves, self.device_rows, self.pair, self.code)
         leaf, device, pair, code = (part.shape[1] for part in parts)
         return leaf, device, pair, code
 
     @property
     def leaves(self) -> torch.Tensor:
-        """Encoded leaves of the programs of these pairs, each program's once, float32 (leaves, leaf_dim)."""
+        """Encoded leaves of the programs of these pairs, each program once, float32 (leaves, leaf_dim)."""
         of_program = np.repeat(np.arange(len(self.packed)), self.packed.lengths)
         return self.packed.leaves[torch.from_numpy(np.isin(of_program, self.program))]
 
     def batch(
         self, rows: NDArray[np.int64], where: torch.device, unseen: NDArray[np.bool_] | None = None
     ) -> tuple[PaddedBatch, Context]:
-        """What the network takes of the pairs with these numbers, on a torch device; of the ``unseen``, bool (n,), as if their
-        devices were not in training."""
+        """The network's inputs for the pairs with these indices, on a torch device. Those marked in ``unseen``, bool (n,), get
+        inputs as if their devices had not been in training (:class:`GeneralInputs`)."""
         return self.packed.batch(self.program[rows]).to(where), self.context(rows, where, unseen)
 
     def context(self, rows: NDArray[np.int64], where: torch.device, unseen: NDArray[np.bool_] | None = None) -> Context:
@@ -558,26 +558,26 @@ class PairArrays:
         return Context(device, pair, self.code[index], self.has_code[index]).to(where)
 
     def without_code(self) -> Self:
-        """The same pairs, of whose compiled code nothing is known."""
+        """The same pairs without any features of compiled code."""
         return replace(self, code=torch.zeros_like(self.code), has_code=torch.zeros_like(self.has_code))
 
     def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
-        """The pairs with these numbers, without labels; programs and devices are shared."""
+        """The pairs with these indices, without labels; the arrays of programs and devices are shared, not copied."""
         parts = {name: getattr(self, name)[rows] for name in ("program", "device", "pair", "code", "has_code")}
         return PairArrays(self.packed, self.device_rows, **parts, general=self.general)
 
 
 @dataclass(frozen=True)
 class LabelledArrays(PairArrays):
-    """Labelled pairs: ``latency_s`` float64 (n,), ``reference_s`` where labels are relative to it, and ``codegen``,
-    instruction counts, float32 (n, len(CODEGEN_FEATURES)), NaN for none."""
+    """Labelled pairs: ``latency_s`` float64 (n,), ``reference_s`` (n,) where labels are relative to it, and ``codegen``,
+    instruction counts, float32 (n, len(CODEGEN_FEATURES)), NaN where a program has none."""
 
     latency_s: NDArray[np.float64]
     reference_s: NDArray[np.float64] | None = None
     codegen: NDArray[np.float32] | None = None
 
     def take(self, rows: NDArray[np.int64]) -> LabelledArrays:
-        """The pairs with these numbers; programs and devices are shared."""
+        """The pairs with these indices; the arrays of programs and devices are shared, not copied."""
         shared = ("packed", "device_rows", "general")
         every = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in shared}
         return replace(self, **{name: values[rows] for name, values in every.items() if values is not None})
@@ -596,7 +596,7 @@ def training_batches(lengths: IntArray, batch_size: int, rng: np.random.Generato
 
 
 def inference_batches(lengths: IntArray, batch_size: int, max_leaves: int = 65536) -> Iterator[IntArray]:
-    """Split ``range(len(lengths))`` in batches sorted by length, of ``max_leaves`` padded leaves at most."""
+    """Split ``range(len(lengths))`` into batches sorted by length, of at most ``max_leaves`` leaves with padding."""
     order = np.argsort(lengths, kind="stable")
     begin = 0
     while begin < len(order):

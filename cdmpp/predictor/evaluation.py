@@ -36,18 +36,18 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a predictor; the result is the content of ``cdmpp evaluate --json``.
 
-    ``split`` is a split of ``data``, a specification, ``"all"`` for every record, or None for the split of training; so is a
-    specification that is only its kind (``"by_network"``), as another one would test on training records. ``part`` of it is
-    scored: train, valid or test. ``by`` are groupings: device, network, task, family, origin. ``compiled`` uses the instruction
-    counts of the programs that have some (``cdmpp codegen``), ``measured`` what the same programs took on the other devices of
-    the data, scored records included; others are predicted without. Not both.
+    ``split`` is a split of ``data``, a specification, ``"all"`` for every record, or None for the split of training. A
+    specification that only names the kind of that split (``"by_network"``) also means it, as another would test on training
+    records. ``part`` is the part to score: train, valid or test. ``by`` are groupings: device, network, task, family, origin.
+    ``compiled`` uses the instruction counts of programs that have them (``cdmpp codegen``), ``measured`` the latencies of the
+    same programs on other devices of the data, scored records included; other programs get no evidence. Not both.
 
-    Gives ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split", "part", "seed", "n_trained_tasks", "n_compiled",
-    "n_measured"}``, metrics as of :mod:`cdmpp.predictor.metrics`, the last three numbers of scored records; and in ``overall``
-    ``interval``, how well 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`) with such evidence.
+    Returns ``{"overall": {...}, "groups": {grouping: {group: {...}}}, "split", "part", "seed", "n_trained_tasks", "n_compiled",
+    "n_measured"}`` with the metrics of :mod:`cdmpp.predictor.metrics`. The last three count scored records. ``interval`` in
+    ``overall`` says how well 90 % intervals hold (:func:`cdmpp.predictor.uncertainty.interval_metrics`) with such evidence.
 
-    PredictorError: no records to score, an unknown part or grouping, or no evidence of the kind. SplitError, DatasetError: the
-    split cannot be made of this data; a device of the data is not the one that had its name in training."""
+    PredictorError: no records to score, an unknown part or grouping, or no such evidence. SplitError: the split cannot be made
+    of this data. DatasetError: a device of the data is not the one that had its name in training."""
     check_one_kind(compiled, measured)
     name, rows = rows_to_score(predictor, data, split, part)
     if compiled:
@@ -72,7 +72,7 @@ def evaluate_rows(
     part: str = "test",
     evidence: Evidence = NO_EVIDENCE,
 ) -> dict[str, Any]:
-    """What :func:`evaluate` gives, of predictions (n,) made already for these rows (n,) of split ``name``."""
+    """The result of :func:`evaluate` for given predictions in seconds (n,) of these rows (n,) of split ``name``."""
     trained = set(predictor.training.get("tasks", ()))
     seen = int(data.labels["task"].iloc[rows].isin(list(trained)).sum())
     if seen and part == "test" and not name.startswith("within_task"):
@@ -107,7 +107,7 @@ def evaluate_rows(
 
 
 def _check_counts(data: TrainingData, rows: NDArray[np.int64]) -> None:
-    """PredictorError where no record of a CPU has instruction counts; a warning with the number where some have none."""
+    """Raise PredictorError if a CPU has no record with instruction counts; warn, with numbers, if some records have none."""
     coverage = data.count_coverage(rows)
     none = [name for name, (counted, _) in coverage.items() if not counted]
     if none or not coverage:
@@ -121,7 +121,7 @@ def _check_counts(data: TrainingData, rows: NDArray[np.int64]) -> None:
 def score(
     data: TrainingData, rows: NDArray[np.int64], predicted_s: NDArray[np.float64], by: Sequence[str]
 ) -> dict[str, Any]:
-    """``{"overall": metrics, "groups": ...}`` of predictions (n,) for these rows (n,) of the label table."""
+    """``{"overall": metrics, "groups": ...}`` of predictions in seconds (n,) for these rows (n,) of the label table."""
     table = data.labels.iloc[rows]
     columns = (
         table["latency_s"].to_numpy(dtype=np.float64),
@@ -138,7 +138,7 @@ def score(
 def rows_to_score(
     predictor: Predictor, data: TrainingData, split: Split | str | None, part: str = "test"
 ) -> tuple[str, NDArray[np.int64]]:
-    """Name of the split and rows of its part, n >= 1; arguments and errors as of :func:`evaluate`."""
+    """Name of the split and rows of its part, n >= 1; arguments and errors as in :func:`evaluate`."""
     if part not in ("train", "valid", "test"):
         raise PredictorError(f"unknown part '{part}' (known: train, valid, test)")
     unite_devices({"the predictor's training": predictor.specs, "the data": data.devices})
@@ -148,8 +148,8 @@ def rows_to_score(
         try:
             rows = split_data(name, data).part(part)
         except SplitError as err:
-            # The split of training may name networks that this data does not have. Where none of its tasks was
-            # trained on, every record is one of a network never seen.
+            # The split of training may name networks that this data does not have. If no task of the data was
+            # trained on, every record counts as one of an unseen network.
             trained = set(predictor.training.get("tasks", ()))
             if part != "test" or not trained or name == split or set(data.labels["task"]) & trained:
                 raise
@@ -163,7 +163,7 @@ def rows_to_score(
 
 
 def _specification(predictor: Predictor, spec: str | None) -> str:
-    """Of the split of training where none is named, or only its kind."""
+    """The split specification: that of training if ``spec`` is None or only its kind, else ``spec``."""
     trained = predictor.training.get("split")
     if spec is None and trained is None:
         raise PredictorError("the predictor does not say which split it was trained with: name one")

@@ -1,22 +1,22 @@
-r"""What may be known of programs besides their ASTs: their compiled code, or their latencies on other devices.
+r"""Evidence about programs besides their ASTs: their compiled code, or their latencies on other devices.
 
-A latency measured elsewhere says what no model of programs knows (cache conflicts, what the compiler made of it). Scaled to the
-device asked for it is one more prediction. The scale is the ratio of two predictions (Habitat, Yu et al., USENIX ATC'21, scales
-operators from GPU to GPU so): of a program measured to take :math:`y_s` on device s,
+A latency measured on another device shows effects that no model of programs knows (cache conflicts, what the compiler made of
+it). Scaled to the target device, it is one more prediction. The scale is the ratio of two predictions, as in Habitat (Yu et
+al., USENIX ATC'21), which scales operators from GPU to GPU. For a program measured as :math:`y_s` on device s and a target t,
 
 .. math:: z_s = y_s\, (f_t / f_s)^{1 - c}\, (e_t / e_s)^{c}\, e^{b},
 
-with f the predictor's latency, e the analytical estimate (:func:`cdmpp.predictor.pair_features.estimate_s`), and b what is left
-between the two devices on the whole. The answer is the geometric mean of :math:`f_t` and the :math:`z_s`, each weighted by the
-inverse square of its error: of :math:`f_t` the predictor's on validation records; of :math:`z_s` how far apart s and t were,
-with b and c of their own (:class:`DevicePair`), where validation records have programs on both; else in proportion to the
-distance of the two (:func:`device_distance`), as in a linear variogram, with b 0 and c what is best on average.
+with f the predictor's latency, e the analytical estimate (:func:`cdmpp.predictor.pair_features.estimate_s`), and b the bias
+left between the two devices. The result is the geometric mean of :math:`f_t` and the :math:`z_s`, each weighted by the
+inverse square of its error. The error of :math:`f_t` is the predictor's on validation records. The error of :math:`z_s` is that
+of scaling from s to t, with b and c of this pair (:class:`DevicePair`), if validation records have programs on both; else it
+is proportional to the distance of the two (:func:`device_distance`), as in a linear variogram, with b 0 and c best on average.
 
-A latency on another number of cores of the same CPU tells all of it, by the program alone: where there is one, nothing else
-counts (:func:`cdmpp.predictor.pair_features.share_ratio`).
+A latency on another number of cores of the same CPU is enough: it is scaled by the program's structure alone and replaces all
+other predictions (:func:`cdmpp.predictor.pair_features.share_ratio`).
 
-All of it is fitted to validation records of programs that were measured on several devices; a finetuning fits it to the new
-device's tasks. Only devices of one kind (CPU, GPU) are combined.
+All parameters are fitted to validation records of programs that were measured on several devices; finetuning fits them to the
+new device's tasks. Only devices of one kind (CPU, GPU) are combined.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ if TYPE_CHECKING:
 
 FloatArray = NDArray[np.float64]
 
-#: Predicted seconds of rows of the label table.
+#: Predicts the seconds of rows of the label table.
 RowPredictor = Callable[["TrainingData", NDArray[np.int64]], FloatArray]
 
-#: Devices need so many tasks in common for an error of their own, and so many programs to count for that of a distance.
+#: Tasks that two devices must share to get an error of their own, and programs to count in the error by distance.
 MIN_TASKS = 5
 MIN_PROGRAMS = 10
-#: Values of c that are tried.
+#: Candidate values of c.
 _ESTIMATE_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-#: No error is taken to be smaller: labels are not better either.
+#: Lower bound of every error: labels are not more accurate.
 _LEAST_ERROR = 0.02
-#: No devices are taken to be nearer.
+#: Lower bound of the distance between two devices.
 _LEAST_DISTANCE = 0.1
-#: Error of a scaled latency for each unit of distance where training had no two devices of a kind: as between the CPUs that
+#: Error of a scaled latency per unit of distance if training had no two devices of one kind: that between the CPUs that
 #: ship (AVX-512 and 128-bit SIMD, on one core and two).
 _ERROR_BY_DISTANCE = 0.15
-#: The same of a prediction, where there is nothing to tell it by.
+#: Error of a plain prediction if there are no records to estimate it from.
 _OWN_ERROR = 0.3
 
 
 @dataclass(frozen=True)
 class DevicePair:
-    """How latencies scaled from one device to another compare with those measured there: ``bias`` is the median over the
-    tasks of the median of log(measured / scaled), shrunk for few tasks; ``error`` the mean over the tasks in common of the
-    mean absolute log error that is left; ``estimate_part`` is c of the two."""
+    """How latencies scaled from one device to another compare with those measured there. ``bias`` is the median over tasks
+    of each task's median log(measured / scaled), shrunk if there are few tasks. ``error`` is the mean over the common tasks of
+    the mean absolute log error that is left. ``estimate_part`` is c of this pair."""
 
     bias: float
     error: float
@@ -74,16 +74,16 @@ class DevicePair:
 
 @dataclass(frozen=True)
 class DeviceScaling:
-    """What :func:`combine` weighs by."""
+    """Parameters and errors by which :func:`combine` scales and weights latencies."""
 
-    #: c of devices that were never compared: 0 scales by the predictor's ratio of two devices, 1 by the analytical estimate's.
+    #: c of devices that were never compared: 0 scales by the ratio of the predictor's latencies, 1 by that of the estimates.
     estimate_part: float = 1.0
-    #: Mean absolute log error of plain predictions; the same of devices with enough tasks, and of all of a kind (``cpu``).
+    #: Mean absolute log error of plain predictions; ``own`` has it by device with enough tasks, and by kind (``cpu``).
     own_error: float = _OWN_ERROR
-    #: Error of a scaled latency for each unit of :func:`device_distance`.
+    #: Error of a scaled latency per unit of :func:`device_distance`.
     error_by_distance: float = _ERROR_BY_DISTANCE
     own: Mapping[str, float] = field(default_factory=dict)
-    #: ``(measured on, asked for)`` -> their comparison, of pairs with enough tasks in common.
+    #: ``(measured on, predicted for)`` -> their comparison, for pairs with enough tasks in common.
     pairs: Mapping[tuple[str, str], DevicePair] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class DeviceScaling:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> DeviceScaling:
-        """Back from :meth:`to_json`; KeyError, TypeError, ValueError or PredictorError if it is none."""
+        """Rebuild from :meth:`to_json`; KeyError, TypeError, ValueError or PredictorError if the state is invalid."""
         pairs = {}
         for entry in state["pairs"]:
             numbers = {field.name: entry[field.name] for field in fields(DevicePair)}
@@ -110,7 +110,7 @@ class DeviceScaling:
 
 
 def device_distance(one: Device, other: Device) -> float:
-    """Euclidean distance of the logarithms of two devices' features; what one of them lacks tells nothing."""
+    """Euclidean distance of the logarithms of two devices' features; features that one of them lacks are ignored."""
     logs = signed_log1p(np.stack([device_features(one), device_features(other)]))
     return float(np.sqrt(np.nansum((logs[0] - logs[1]) ** 2)))
 
@@ -122,10 +122,10 @@ def combine(
     estimate_s: FloatArray,
     sources: Sequence[tuple[Device, FloatArray, FloatArray, FloatArray]],
 ) -> FloatArray:
-    """Latencies in seconds of programs on a device, float64 (n,), given the predictor's and the estimate's there, (n,), and for
-    other devices of its kind: the device, measured seconds (n,), NaN where there are none, and the predictor's and the
-    estimate's there."""
-    # GPUs' operators are predicted far better than CPUs' programs, and there are more of them
+    """Combine predictions on a device with latencies on others into seconds, float64 (n,). ``predicted_s`` and ``estimate_s``,
+    (n,), are the predictor's and the estimate's seconds on ``device``. Each of ``sources`` is another device of its kind, the
+    seconds measured there, (n,), NaN where unknown, and the predictor's and the estimate's seconds there."""
+    # by kind: GPU operators are predicted far better than CPU programs, and there are more of them
     of_kind = scaling.own.get(device.kind, scaling.own_error)
     own = max(_LEAST_ERROR, scaling.own.get(device.name, of_kind))
     logs = [np.log(predicted_s)]
@@ -159,9 +159,9 @@ def fit_scaling(
     hidden: NDArray[np.int64] | None = None,
     learned: NDArray[np.int64] | None = None,
 ) -> DeviceScaling:
-    """Fit to rows of records that were not trained on, by the labels of their programs on other devices but for ``hidden``
-    rows. ``learned`` are further rows, which were trained on (None: ``rows`` are enough): predictions of these prove nothing,
-    so devices are then compared by the analytical estimate alone (c is 1), on all of these rows."""
+    """Fit to ``rows`` that were not trained on, using the labels of their programs on other devices except ``hidden`` rows.
+    ``learned`` are further rows, which were trained on (None: ``rows`` are enough). Predictions of trained rows prove nothing,
+    so devices are then compared by the analytical estimate alone (c is 1), on ``rows`` and ``learned`` together."""
     parts = _ESTIMATE_PARTS if learned is None else (1.0,)
     every = rows if learned is None else np.union1d(rows, learned)
     sources = rows_elsewhere(data, every, hidden)
@@ -210,8 +210,8 @@ def fit_scaling(
 def rows_elsewhere(
     data: TrainingData, rows: NDArray[np.int64], hidden: NDArray[np.int64] | None = None
 ) -> list[tuple[Device, NDArray[np.int64]]]:
-    """Every device of which programs of these rows (n,) of the label table have records, and the rows of these there, int64
-    (n,): -1 for none, for ``hidden`` ones, and where the row's own device is this one or of another kind (CPU, GPU)."""
+    """Every device on which programs of these label table rows (n,) have records, with the rows of these records, int64 (n,).
+    It is -1 without a record, for a ``hidden`` one, and if the row's own device is this one or of another kind (CPU, GPU)."""
     table = data.labels
     programs, program = np.unique(table["program"].to_numpy(dtype=str), return_inverse=True)
     names, number = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
@@ -230,21 +230,21 @@ def rows_elsewhere(
 
 
 def _compare(left: FloatArray, tasks: NDArray[np.str_], estimate_part: float) -> DevicePair:
-    """Of log(measured / scaled) of programs, and the task of each."""
+    """Summarise log(measured / scaled) of programs, given the task of each."""
     medians = [float(np.median(left[tasks == task])) for task in np.unique(tasks)]
-    # one task says little of the others: as if two had none
+    # a few tasks say little about the others: shrink the bias as if two more tasks had none
     bias = float(np.median(medians)) * len(medians) / (len(medians) + 2)
     return DevicePair(bias, _mean_by_task(np.abs(left - bias), tasks), len(medians), estimate_part)
 
 
 def _mean_by_task(values: FloatArray, tasks: NDArray[np.str_]) -> float:
-    """Mean over tasks of their means."""
+    """Mean over tasks of each task's mean."""
     _, number, counts = np.unique(tasks, return_inverse=True, return_counts=True)
     return float(np.mean(np.bincount(number, weights=values) / counts))
 
 
 def check_one_kind(compiled: bool, measured: bool) -> None:
-    """PredictorError for both."""
+    """Raise PredictorError if both kinds of evidence are asked for."""
     if compiled and measured:
         raise PredictorError(
             "a prediction uses the compiled code (compiled) or latencies measured on other devices (measured), not both"
@@ -253,9 +253,9 @@ def check_one_kind(compiled: bool, measured: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What is known of n programs, of one kind at most (PredictorError for both); nothing by default. ``code`` is the
+    """Evidence about n programs, of at most one kind (PredictorError for both); none by default. ``code`` holds the
     instruction counts of the compiled programs, float32 (n, len(CODEGEN_FEATURES)), rows of NaN where unknown;
-    ``elsewhere`` other devices and the seconds measured there, float64 (n,) each, NaN where unknown."""
+    ``elsewhere`` holds other devices and the seconds measured there, float64 (n,) each, NaN where unknown."""
 
     code: NDArray[np.float32] | None = None
     elsewhere: Sequence[tuple[Device, NDArray[np.float64]]] | None = None
@@ -273,8 +273,8 @@ class Evidence:
         measured: bool = False,
         hidden: NDArray[np.int64] | None = None,
     ) -> Evidence:
-        """What data knows of the programs of these rows of its label table: the stored instruction counts
-        (``compiled``), or the labels on all other devices of the same kind but for ``hidden`` rows (``measured``)."""
+        """The evidence in data about the programs of these label table rows: the stored instruction counts
+        (``compiled``), or the labels on all other devices of the same kind except ``hidden`` rows (``measured``)."""
         check_one_kind(compiled, measured)
         if compiled:
             return cls(code=None if data.codegen_counts is None else data.codegen_counts[rows])
@@ -285,13 +285,13 @@ class Evidence:
         return cls(elsewhere=[(device, np.where(there >= 0, latency_s[there], np.nan)) for device, there in found])
 
     def take(self, programs: Sequence[int]) -> Evidence:
-        """Of the programs with these numbers."""
+        """The evidence about the programs with these indices."""
         if self.elsewhere is not None:
             return Evidence(elsewhere=[(device, seconds[list(programs)]) for device, seconds in self.elsewhere])
         return Evidence(code=None if self.code is None else self.code[list(programs)])
 
     def known(self, n: int) -> NDArray[np.bool_]:
-        """For which of the n programs there is any, bool (n,); all where nothing is to be known."""
+        """Which of the n programs have evidence, bool (n,); all are True if there is no kind of evidence."""
         if self.code is not None:
             return ~np.isnan(self.code[:, 0])
         known: NDArray[np.bool_] = np.full(n, self.elsewhere is None)
@@ -300,7 +300,7 @@ class Evidence:
         return known
 
 
-#: Nothing but the AST.
+#: No evidence but the AST.
 NO_EVIDENCE = Evidence()
 
 
@@ -309,8 +309,8 @@ _UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def measured_latencies(texts: Sequence[str]) -> dict[str, float] | None:
-    """Device -> seconds of ``D=LATENCY`` texts, in s, ms, us or ns (``rtx-3060=1.3ms``); None of none. PredictorError: a text
-    that is none, or a device twice."""
+    """Parse ``D=LATENCY`` texts in s, ms, us or ns (``rtx-3060=1.3ms``) to device -> seconds; None if there are no texts.
+    PredictorError: a text of another form, or a device named twice."""
     found: dict[str, float] = {}
     for text in texts:
         match = _MEASURED.fullmatch(text)

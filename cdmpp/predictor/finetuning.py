@@ -1,9 +1,9 @@
-"""A trained predictor taught a new device by the records of a few tasks: by a correction of what it says
-(:mod:`cdmpp.predictor.correction`), or nothing, where none helps on tasks left out. These also calibrate intervals on the
-device. The weights stay: who has records of many tasks trains with them.
+"""Finetuning: adapt a trained predictor to a new device with the records of a few tasks. It fits a correction of the
+predictions (:mod:`cdmpp.predictor.correction`), or none if none helps on tasks left out. The errors on these tasks also
+calibrate intervals on the device. The network's weights do not change: with records of many tasks, train on them instead.
 
-The run folder holds ``tasks.json`` (what was chosen, and how), ``split.json`` (whose test part are the device's other tasks)
-and ``predictor/``.
+The run folder holds ``tasks.json`` (which tasks were chosen, and how), ``split.json`` (whose test part is the device's other
+tasks) and ``predictor/``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _IN_MEMORY = "a predictor in memory"
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What a finetuning gives. Without records of the device ``predictor`` is None, ``selection.tasks`` empty, and
-    ``next_command`` profiles the tasks of ``task_file``. ``split`` is the few-shot split to score by; None where no record is
+    """Result of a finetuning. Without records of the device ``predictor`` is None, ``selection.tasks`` is empty, and
+    ``next_command`` profiles the tasks of ``task_file``. ``split`` is the few-shot split to score with; None if no record is
     left to score."""
 
     predictor: Predictor | None
@@ -58,15 +58,15 @@ def finetune(
     select: str = "kmeans",
     seed: int = 0,
 ) -> FinetuneResult:
-    """Teach a predictor (or the one in a folder) a device by the chosen tasks' records of it, and write a run folder. Without
-    records of the device the result is a file of the chosen tasks and the command that profiles them.
+    """Adapt a predictor (or the one in a folder) to a device by its records of the chosen tasks, and write a run folder. If
+    there are no records of the device, the result is a file of the chosen tasks and the command that profiles them.
 
-    ``datasets`` are data or dataset folders: the device's records and others, to choose from. ``tasks`` is how many to choose,
-    or which; None takes every task with records of the device. ``select`` and ``seed`` are how (the choice is the same before
-    and after the device is profiled).
+    ``datasets`` are data or dataset folders, with the device's records and others to choose tasks from. ``tasks`` is the number
+    of tasks to choose, or their hashes; None takes every task with records on the device. ``select`` and ``seed`` say how to
+    choose (the choice is the same before and after the device is profiled).
 
-    PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from. UnknownDeviceError,
-    DatasetError: no such device; no data."""
+    PredictorError: ``out`` holds a run; nothing to choose from; fewer than two programs to learn from. UnknownDeviceError: no
+    such device. DatasetError: no data."""
     out = Path(out)
     if any((out / name).exists() for name in (HISTORY_FILE, "predictor")):
         raise PredictorError(f"{out} holds a training run: choose another folder")
@@ -96,10 +96,10 @@ def finetune(
 def few_shot(
     predictor: Predictor, data: TrainingData, device: str, k: int, select: str = "kmeans", seed: int = 0
 ) -> tuple[Predictor, Split]:
-    """A predictor that saw ``k`` tasks of a device, from one that never saw it, and the split whose test part are the device's
-    other tasks. Tasks are chosen among those with records on the device and on another; other arguments as of :func:`finetune`.
-    PredictorError: the predictor was trained on the device; no records of it; fewer than two programs. SplitError: no task is
-    left to test."""
+    """Finetune a predictor that never saw a device on ``k`` of its tasks; also gives the split that tests on its other tasks.
+    Tasks are chosen among those with records on the device and on another one; other arguments as in :func:`finetune`.
+    PredictorError: the predictor was trained on the device; there are no records of it; fewer than two programs. SplitError:
+    no task is left to test."""
     name = _device_name(device, data)
     if name in predictor.training.get("records_by_device", predictor.devices):
         raise PredictorError(f"the predictor was trained on {name}: few-shot starts from one that never saw it")
@@ -120,8 +120,8 @@ def choose_tasks(
     select: str = "kmeans",
     seed: int = 0,
 ) -> TaskSelection:
-    """The tasks to teach a device (canonical name) by, see :func:`finetune`; without records of it, ``tasks`` is empty.
-    PredictorError where no named task has records on the device, or there is nothing to choose from."""
+    """The tasks to finetune with on a device (canonical name), see :func:`finetune`; without records of it, ``tasks`` is empty.
+    PredictorError: no named task has records on the device, or there is nothing to choose from."""
     on_device = (data.labels["device"] == device).to_numpy(dtype=bool)
     measured = sorted(set(data.labels["task"][on_device]))
     if isinstance(tasks, int):
@@ -146,15 +146,15 @@ def choose_tasks(
 
 
 class _Job:
-    """What a finetuning starts from: ``spec`` and ``split`` test the device's other tasks (None: there are none), and
-    ``shots``, int64 (n,), are the records of the chosen tasks there."""
+    """Inputs of a finetuning: ``spec`` and ``split`` test on the device's other tasks (``split`` is None if there are none);
+    ``shots``, int64 (n,), are the rows of the chosen tasks on the device."""
 
     def __init__(self, base: Predictor, data: TrainingData, device: str, selection: TaskSelection) -> None:
-        # what it was taught of the device before is learned anew
+        # a correction from an earlier finetuning on the device is dropped and fitted again
         corrections = {name: known for name, known in base.corrections.items() if name != device}
         self.base = replace(base, corrections=corrections)
         self.data, self.device, self.selection = data, device, selection
-        # nothing of the split is spared to validate
+        # valid=0: no validation part
         self.spec = f"by_device:heldout={device};tasks={'+'.join(selection.tasks)};valid=0;seed={selection.seed}"
         on_device = (data.labels["device"] == device).to_numpy(dtype=bool)
         chosen = on_device & data.labels["task"].isin(selection.tasks).to_numpy()
@@ -163,7 +163,7 @@ class _Job:
 
 
 def _tune(job: _Job, source: str = _IN_MEMORY) -> Predictor:
-    """The base with what the chosen tasks say of its errors."""
+    """The base predictor, corrected and calibrated by its errors on the chosen tasks."""
     if len(set(job.data.labels["program"].iloc[job.shots])) < 2:
         raise PredictorError(f"finetuning needs at least two programs of the chosen tasks on {job.device}")
     fits = _fits(job)
@@ -171,7 +171,7 @@ def _tune(job: _Job, source: str = _IN_MEMORY) -> Predictor:
 
 
 def _fits(job: _Job) -> dict[str, Fit]:
-    """Corrections of the base fitted to the chosen records, from ASTs, and to those with instruction counts, with these."""
+    """Corrections of the base predictor: from ASTs on all chosen records, from instruction counts on those that have them."""
     predictor, data, found = job.base, job.data, {}
     counted = job.shots[data.counted(job.shots)] if predictor.encoder.code_dim else job.shots[:0]
     for kind, rows in ((AST, job.shots), (COMPILED, counted)):
@@ -182,7 +182,7 @@ def _fits(job: _Job) -> dict[str, Fit]:
         arrays = predictor.encode(*pairs[:3], evidence.code)
         errors = np.log(data.latency_s[rows] / predictor.predict_pairs(pairs, arrays))
         known, seen = predictor.correction_inputs(arrays)
-        # what goes with sizes does not carry over to a network's largest products, which nobody measured
+        # effects of size do not carry over to a network's largest matrix products, which nobody measured
         known = known * (kind == COMPILED)
         tasks = data.labels["task"].iloc[rows].tolist()
         found[kind] = fit_correction(errors, tasks, known, seen, seed=job.selection.seed)
@@ -190,7 +190,7 @@ def _fits(job: _Job) -> dict[str, Fit]:
 
 
 def _corrected(job: _Job, fits: Mapping[str, Fit]) -> Predictor:
-    """The base with these corrections, and intervals on the device from the tasks that were left out."""
+    """The base predictor with these corrections, and with intervals on the device from the errors on left-out tasks."""
     base, name = job.base, job.device
     own = {kind: fit.correction for kind, fit in fits.items() if fit.correction is not None}
     corrections = {**base.corrections, name: own} if own else base.corrections
@@ -204,8 +204,8 @@ def _corrected(job: _Job, fits: Mapping[str, Fit]) -> Predictor:
 
 
 def _described(job: _Job, source: str, tuned: Predictor, fits: Mapping[str, Fit]) -> Predictor:
-    """With the summary of training and finetuning, and with scaling between the device and others as the chosen tasks show
-    it."""
+    """The tuned predictor with a summary of training and finetuning, and with latency scaling between the device and others
+    fitted to the chosen tasks."""
     before, shots = job.base.training, job.shots
     tasks = set(job.selection.tasks)
     summary = {**before, "split": job.spec}
@@ -233,7 +233,7 @@ def _device_name(device: str, data: TrainingData) -> str:
 
 
 def _networks(data: TrainingData, tasks: Sequence[str]) -> list[str]:
-    """Few networks that have all of these tasks between them: always the one with the most of what is left."""
+    """A few networks that together contain all of these tasks: greedily, the one with the most remaining tasks each time."""
     members: dict[str, set[str]] = {}
     for task in tasks:
         for network in data.networks.get(task, ()):

@@ -13,8 +13,8 @@ from cdmpp.predictor.encoding import LabelTransform
 def relative_error(log_predicted: torch.Tensor, log_target: torch.Tensor, cap: float) -> torch.Tensor:
     """``|predicted - target| / target`` from logarithms, shape (n,), with a bounded gradient.
 
-    Up to ``predicted = cap * target`` it is the relative error exactly. Beyond, where it would explode on an untrained network,
-    it continues as its tangent in the log ratio (continuous with continuous slope)."""
+    Up to ``predicted = cap * target`` it is exactly the relative error. Beyond, where that would explode on an untrained
+    network, it continues along its tangent in the log ratio, so value and slope are continuous."""
     log_cap = math.log(cap)
     ratio = log_predicted - log_target
     inside = torch.expm1(ratio.clamp(max=log_cap)).abs()
@@ -31,7 +31,7 @@ def hybrid_loss(
 ) -> torch.Tensor:
     """``mse_weight * MSE`` of standardised labels (n,), predicted and true, plus ``mape_weight * MAPE`` of seconds.
 
-    ``log_target_s`` (n,) is the natural logarithm of the true latency; ``log_reference`` that of the reference where the
+    ``log_target_s`` (n,) is the natural logarithm of the true latency, and ``log_reference`` that of the reference if the
     transform is relative."""
     loss = config.mse_weight * torch.mean((label - target) ** 2)
     if config.mape_weight:
@@ -45,8 +45,8 @@ def central_moment_discrepancy(
 ) -> torch.Tensor:
     """CMD between samples (n, d) and (m, d) of embeddings bounded to ``[low, high]`` (Zellinger et al. 2017, equation 1).
 
-    ``|E x - E y| / (b - a) + sum_{k=2..K} |c_k(x) - c_k(y)| / (b - a)^k`` with ``c_k`` the vector of k-th central moments, K
-    ``moments``, at least 1, and ``|.|`` the Euclidean norm."""
+    ``|E x - E y| / (b - a) + sum_{k=2..K} |c_k(x) - c_k(y)| / (b - a)^k``, where ``c_k`` is the vector of k-th central moments,
+    K is ``moments`` (at least 1), a and b are ``low`` and ``high``, and ``|.|`` is the Euclidean norm."""
     width = high - low
     source_mean, target_mean = source.mean(0), target.mean(0)
     total = _norm(source_mean - target_mean) / width

@@ -1,9 +1,9 @@
-"""Which operators to measure on a GPU that is new, and what a model learns from them.
+"""Which operators to measure on a new GPU, and how a model learns from them.
 
-Errors of predictions on one device have much in common: a constant, one of each kind of operator, and what goes with what an
-operator asks of the device. With Gaussian priors of these (:mod:`cdmpp.predictor.correction`) the operators that tell most
-are known before any is measured: each next one is that which leaves the least variance over all (active learning by Cohn,
-Neural Networks 1996), kinds weighing alike.
+Prediction errors on one device share a constant, a constant for each kind of operator, and a part that depends on the
+operator's numerical features. With Gaussian priors on these (:mod:`cdmpp.predictor.correction`) the most informative operators
+are known before any is measured: each next one is the one that leaves the least variance over all operators (active learning,
+Cohn, Neural Networks 1996), with all kinds of operators weighing the same.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from cdmpp.program.operators import COLUMNS, operator_table, runs_in_torch, work
 FloatArray = NDArray[np.float64]
 Select = Literal["variance", "kmeans", "random"]
 
-#: Standard deviations of the constant, of kinds and of what goes with the numbers; and of what stays unexplained.
+#: Prior standard deviations of the constant, of the kinds and of the part by numerical features; and of the residual.
 _PRIORS, _REST = (1.0, 0.3, 0.3), 0.25
-#: Operators that are chosen from at most, and part of a memory that the tensors of one may fill.
+#: Most candidate operators, and the fraction of a device's memory that the tensors of one operator may fill.
 _POOL, _USABLE = 4000, 0.5
-#: Fewer operators say too little of how far off predictions are.
+#: Fewest operators from which quantiles of the errors are estimated.
 _LEAST_FOR_ERRORS = 30
 _LIKE_IN_16_BITS = ("layernorm", "softmax", "elementwise")
 
 
 def candidates(model: OperatorModel, device: Device) -> pd.DataFrame:
-    """Operators of the kind that the model learned from which PyTorch can run on a device (PredictorError: there are none)."""
+    """Operators as in the model's training data that PyTorch can run on a device (PredictorError: there are none)."""
     if model.measured is None:
         raise PredictorError("the predictor keeps no operators that could be measured: train it again")
     table = model.measured[[*COLUMNS]].drop_duplicates()
@@ -52,8 +52,8 @@ def candidates(model: OperatorModel, device: Device) -> pd.DataFrame:
 def choose(
     kinds: FloatArray, numbers: FloatArray, n: int, select: str = "variance", seed: int = 0
 ) -> NDArray[np.int64]:
-    """Rows of ``n`` operators (:meth:`OperatorModel.traits`) to measure, all if there are fewer; in the order in which they
-    tell most, by ``variance``. PredictorError: ``n`` below 1, or no such way to choose."""
+    """Rows of ``n`` operators to measure (all if there are fewer), given their :meth:`OperatorModel.traits`. With ``variance``
+    the most informative come first. PredictorError: ``n`` below 1, or an unknown ``select``."""
     if n < 1 or select not in get_args(Select):
         raise PredictorError(
             f"cannot choose {n} operators by {select}: expected 1 or more by {', '.join(get_args(Select))}"
@@ -70,13 +70,13 @@ def choose(
 
         apart = KMeans(n_clusters=n, n_init=3, random_state=seed).fit_transform(vectors)
         return order[np.unique(apart.argmin(axis=0))]
-    weights = 1 / (kinds @ kinds.sum(0)).clip(1)  # as many of a kind as there are, each counts less
+    weights = 1 / (kinds @ kinds.sum(0)).clip(1)  # 1 / number of operators of its kind, so that kinds weigh the same
     moments = (vectors.T * weights) @ vectors
     inverse, chosen = np.eye(vectors.shape[1]), np.zeros(n, dtype=np.int64)
     for i in range(n):
         known = vectors @ inverse
         own = (known * vectors).sum(1)
-        # what the variance over all, weighted, falls by where this one is measured
+        # by how much the weighted variance over all operators falls if this one is measured
         gain = ((known @ moments) * known).sum(1) / (own + _REST**2)
         gain[chosen[:i]] = -np.inf
         chosen[i] = best = int(gain.argmax())
@@ -90,7 +90,7 @@ def fit_errors(kinds: FloatArray, numbers: FloatArray, errors: FloatArray, seed:
 
 
 def teach(model: OperatorModel, table: pd.DataFrame, device: Device) -> tuple[OperatorModel, Fit]:
-    """A model that learned from the labels (``seconds``) of one device, of which the fastest of an operator counts
+    """The model corrected by the labels (``seconds``) of one device; of several labels of an operator the fastest counts
     (PredictorError: there are none)."""
     table = table[(table["device"] == device.name).to_numpy()]
     table = table.sort_values("seconds").drop_duplicates([*COLUMNS])

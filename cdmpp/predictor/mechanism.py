@@ -1,9 +1,9 @@
-"""How an operator of a library fills a device: the time that each of its pipes is busy, and how evenly its tiles are dealt out.
+"""How a library operator uses a device: how long it keeps each pipe busy, and how evenly its tiles are spread over the cores.
 
-Libraries cut a product of matrices into tiles and deal these out to the cores (SMs, CUs) in waves; the last wave leaves cores
-idle, edges are padded, and each core is bounded by its matrix or vector pipe while memory and the last cache feed all of them
-(NeuSight, Lee et al., ASPLOS'25, section 4; PipeWeave, arXiv 2601.14910, section 3). A convolution is the product that it
-stands for, attention two of them with an exponential between. All of it follows from shapes and specification.
+Libraries cut a matrix product into tiles, which the cores (SMs, CUs) compute in waves. The last wave leaves cores idle, edges
+are padded, and each core is bounded by its matrix or vector pipe while memory and the last-level cache feed all of them
+(NeuSight, Lee et al., ASPLOS'25, section 4; PipeWeave, arXiv 2601.14910, section 3). A convolution counts as its equivalent
+matrix product, attention as two products with an exponential between. All of it follows from shapes and specification.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from cdmpp.program.operators import COLLECTIVES, ELEMENT_BYTES, GATES, SIZES, us
 
 FloatArray = NDArray[np.float64]
 
-#: Rows and columns of the tiles that libraries have kernels of -> part of a core's peak that they reach: small ones load more
-#: for each operation.
+#: Rows and columns of the tiles that libraries have kernels for -> the fraction of a core's peak that they reach: small ones
+#: load more for each operation.
 TILES = {(16, 64): 0.25, (32, 64): 0.4, (64, 64): 0.55, (128, 64): 0.75, (64, 128): 0.75, (128, 128): 0.9, (128, 256): 1.0,
          (256, 128): 1.0}  # fmt: skip
-#: Operations of a core for a byte that the last cache gives it, at which they are: an A100's in 16 bits.
+#: Operations per byte from the last-level cache at which a core reaches these fractions: an A100's in 16 bits.
 _HUNGRY = 97.0
-#: Parts that the reduction is cut into where there are too few tiles.
+#: Numbers of parts that the reduction can be split into where there are too few tiles.
 SPLITS = (1, 2, 4, 8, 16)
-#: Tiles whose waves are features.
+#: Tiles whose waves, idle cores and padding are features.
 _SHOWN = ((64, 64), (128, 128), (256, 128))
-#: Data types of arithmetic -> names of ``peak_gflops`` that serve it, the best first; the last is emulation.
+#: Data type of the arithmetic -> names in ``peak_gflops`` of pipes that can do it, the best first; the last is emulation.
 PIPES: dict[str, tuple[str, ...]] = {
     "float64": ("float64_matrix", "float64", "float32"),
     "float32": ("float32_matrix", "float32"),  # of matrix cores in full precision, which AMD has
@@ -41,56 +41,56 @@ PIPES: dict[str, tuple[str, ...]] = {
     "nvfp4": ("float4_matrix", "float8_matrix", "bfloat16_matrix", "float16_matrix", "float32"),
 }
 _LIKE = {"fp8_block": "fp8", "fp8_static": "fp8", "sq": "int8", "int4_wo": "bfloat16", "int8_wo": "bfloat16"}
-#: GPUs whose vector units add products of float16 up in float32 at the rate of float16, as libraries do (v_dot2_f32_f16, AMD's
-#: instruction sets); packed arithmetic elsewhere adds up in float16, so that float32's rate is what is left.
+#: GPUs whose vector units accumulate float16 products in float32, as libraries do, at the rate of float16 (v_dot2_f32_f16,
+#: AMD's instruction sets). Packed arithmetic elsewhere accumulates in float16, so only the rate of float32 is left.
 _DOT = ("gfx906", "gfx1011", "gfx1012", "gfx103", "gfx11", "gfx12")
-#: Part of float32's rate that products of bfloat16 reach without a unit for it, as operands are converted first: MIOpen's on
-#: gfx900 and gfx906.
+#: Fraction of float32's rate that bfloat16 products reach without a unit for them, because operands are converted first:
+#: MIOpen's on gfx900 and gfx906.
 _EMULATED = 0.6
-#: Exponentials and the like that a core starts a cycle: a quarter of a multiprocessor's 64 lanes (CUDA C++ programming guide,
-#: arithmetic instructions; AMD's quarter rate). On sm_100 kernels compute part of the exponentials by polynomials on the FMA
-#: units (FlashAttention-4), on sm_103 the units are doubled.
+#: Exponentials and other special functions that a core starts per cycle: a quarter of a multiprocessor's 64 lanes (CUDA C++
+#: programming guide, arithmetic instructions; AMD's quarter rate). On sm_100, kernels compute part of the exponentials by
+#: polynomials on the FMA units (FlashAttention-4); on sm_103, the units are doubled.
 _SPECIAL_PER_CYCLE = {"sm_100": 24.0, "sm_103": 32.0}
 _SPECIAL_OF_OTHERS = 16.0
-#: Bytes a cycle from the second level to a core: this part of 64. Of sm_80 to sm_90 and sm_120 the median of what PipeWeave
-#: measured; of sm_100 what the products of a B200 imply.
+#: Bytes per cycle from the L2 cache to a core, as a fraction of 64. For sm_80 to sm_90 and sm_120 it is the median of
+#: PipeWeave's measurements, for sm_100 what the products of a B200 imply.
 _L2_BYTES = 64.0
 _L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100": 1.0, "sm_103": 1.0, "sm_120": 0.26}
 _L2_PART_OF_OTHERS = 0.3
-#: Watts for a GFLOP/s of matrix units, a bit of their operands and a nm of their process, above which a GPU's clock falls less
-#: than others': NeuSight's, AIConfigurator's and PipeWeave's GPUs left out. The gain's power, and the most.
+#: Watts per GFLOP/s of the matrix units, bit of their operands and nm of their process, above which a GPU's clock drops less
+#: than that of others (from NeuSight's, AIConfigurator's and PipeWeave's GPUs left out); the gain's exponent and maximum.
 _MATRIX_W, _COOL, _COOLEST = 1.9e-5, 0.3, 1.3
-#: Weights that benchmarks of engines' products take in turn, so that a cache keeps none or all of them: an L40S of 96 MB, whose
-#: cache is three times as fast as its memory, keeps those up to 16 or 19 MB.
+#: Number of weights that benchmarks of engines' products take in turn, so that a cache keeps none or all of them: an L40S with
+#: 96 MB of cache, three times as fast as its memory, keeps weights of up to 16 or 19 MB.
 _IN_TURN = 5.0
-#: Attention of one query: keys of a split at least (FlashInfer's), elements of the keys of a step, blocks a core that splits
-#: are to fill, launches that adding up the splits is worth (FlashInfer on an L40S: 5.1 us without, 7.1 with), and rows that
-#: matrix units take.
+#: Attention of one query: the fewest keys of a split (FlashInfer's), elements of the keys of a step, blocks per core that
+#: splitting aims at, the cost of adding up the splits in launches (FlashInfer on an L40S: 5.1 us without, 7.1 with), and rows
+#: that matrix units are padded to.
 _SPLIT_KEYS, _STEP, _DECODE_BLOCKS, _COMBINE, _PADDED = 128.0, 128.0 * 128, 2.0, 0.5, 16.0
-#: GPUs on which FlashAttention-2 alone was measured for one query, and by what its launch takes longer than that of others
-#: and its blocks, which fill more of a core: an L40S, which has both, takes 7.7 and 5.1 us, and 13,000 cycles with one block a
-#: core for 3,600 with two.
+#: GPUs on which only FlashAttention-2 was measured for one query, and how many times as long as those of others its launch
+#: takes, and its blocks, which fill more of a core: an L40S, which has both, takes 7.7 instead of 5.1 us, and 13,000 cycles
+#: with one block per core instead of 3,600 with two.
 _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
-#: GPUs of TRT-LLM's newest kernels, which take keys in fp8 as they are, but several queries of each head apart. Elsewhere
-#: keys in fp8 are converted, for which FlashInfer takes so much longer (an L40S: 1.5 to 1.8 times, a B200: 1.7 to 2.3).
+#: GPUs with TRT-LLM's newest kernels, which read fp8 keys unconverted, but process several queries of each head separately.
+#: Elsewhere fp8 keys are converted, with which FlashInfer takes this many times as long (L40S: 1.5 to 1.8, B200: 1.7 to 2.3).
 _NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.8
-#: By what scores take longer where a mask hides half of them: what left-out GPUs were predicted well by.
+#: How many times as long scores take where a mask hides half of them: the value that predicted left-out GPUs well.
 _MASKED = 2.0
 #: Elements of the longest row that one warp of PyTorch's softmax holds, and threads of a block of its layer norm (ATen,
-#: PersistentSoftmax.cuh and layer_norm_kernel.cu); the part of a core's shared memory and first cache that keeps their rows
-#: (0.35 to 0.45 erred alike on NeuSight's GPUs left out, 0.3 and 0.5 more).
+#: PersistentSoftmax.cuh and layer_norm_kernel.cu); the fraction of a core's shared memory and L1 cache that keeps their rows
+#: (0.35 to 0.45 gave equal errors on NeuSight's left-out GPUs, 0.3 and 0.5 larger ones).
 _WARP_ROW, _NORM_THREADS, _ROWS_KEPT = 1024, 128, 0.4
-#: How much faster products of windows of 3 x 3 are by Winograd's F(2 x 2, 3 x 3), of 2.25 times fewer operations (Lavin and
-#: Gray, CVPR 2016), with its transforms: of 1, 1.6 and 2.25 what was best on MIOpen's and NeuSight's GPUs left out.
+#: Speedup of 3 x 3 convolutions by Winograd's F(2 x 2, 3 x 3), which needs 2.25 times fewer operations (Lavin and Gray, CVPR
+#: 2016), transforms included: the best of 1, 1.6 and 2.25 on MIOpen's and NeuSight's left-out GPUs.
 _WINOGRAD = 1.6
-#: Adding up the parts of a reduction that was cut.
+#: Seconds for adding up the parts of a split reduction.
 _SPLIT_S = 1e-6
-#: PCIe 4.0 with 16 lanes has 64 in both directions together; without peers each copy crosses it twice.
+#: GB/s: PCIe 4.0 with 16 lanes has 64 in both directions together; without peer access each copy crosses it twice.
 _DEFAULT_LINK = 32.0
 _MOST_ROUNDS = 6
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH, _DEFAULT_PEAK = 1500.0, {"gpu": 300.0, "cpu": 30.0}, 10_000.0
 
-#: Names of the columns of :func:`mechanism`: logarithms, but for flags and parts.
+#: Names of the feature columns of :func:`mechanism`: logarithms, except for flags and fractions.
 MECHANISM_FEATURES: tuple[str, ...] = (
     "longest", "matrix_part", "vector_part", "special_part", "memory_part", "cache_part", "operands_per_cache",
     "tile_time", "splits",
@@ -103,7 +103,7 @@ MECHANISM_FEATURES: tuple[str, ...] = (
 
 
 def pipe(device: Device, dtype: str) -> tuple[float, str]:
-    """GFLOP/s of products in a data type, and the pipe that does them: the one of another type where there is none."""
+    """GFLOP/s of products in a data type, and the pipe that computes them: that of another type if there is none for this."""
     like = _LIKE.get(dtype, dtype)
     for name in PIPES[like]:
         if name == "float16" and device.kind == "gpu" and not device.mcpu.startswith(_DOT):
@@ -115,7 +115,7 @@ def pipe(device: Device, dtype: str) -> tuple[float, str]:
 
 
 def without_unit(device: Device, dtype: str) -> str:
-    """What is to be said where a device has no unit for a data type and another pipe stands in; "" where it has."""
+    """A note that a device has no unit for a data type and which pipe stands in for it; "" if it has one."""
     used = pipe(device, dtype)[1]
     wanted = PIPES[_LIKE.get(dtype, dtype)]
     own = [name for name in wanted if name.split("_")[0] == wanted[0].split("_")[0]]
@@ -123,7 +123,7 @@ def without_unit(device: Device, dtype: str) -> str:
 
 
 def _cool(device: Device, dtype: str) -> float:
-    """How much more of their peak than others' the matrix units of a GPU sustain that has much power for them, 1 or more."""
+    """How many times as much of their peak as usual the matrix units of a GPU with ample power for them sustain, 1 or more."""
     rate, used = pipe(device, dtype)
     if device.kind != "gpu" or not used.endswith("_matrix") or not device.tdp_w or not device.process_nm:
         return 1.0
@@ -132,7 +132,7 @@ def _cool(device: Device, dtype: str) -> float:
 
 
 def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Products side by side, and rows, columns and depth of each, float64 (n,); 1 x 1 x 1 of what has none."""
+    """The number of independent products, and rows, columns and depth of each, float64 (n,); 1 x 1 x 1 if there are none."""
     size = {name: np.nan_to_num(table[name].to_numpy(dtype=np.float64), nan=1.0) for name in SIZES}
     op, back = table["op"].to_numpy(dtype=str), np.nan_to_num(table["backward"].to_numpy(dtype=np.float64))
     one = np.ones(len(table))
@@ -145,8 +145,8 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
         (g, outs, ins * window, size["batch"] * points),
     ]
     queries = size["tokens"] / size["sequences"]
-    seen = 2 * size["pairs"] / np.maximum(size["tokens"], 1)  # scores, and what they weigh
-    packed = np.where(queries < 16, size["heads"] / size["kv_heads"], 1.0)  # heads that share keys go together
+    seen = 2 * size["pairs"] / np.maximum(size["tokens"], 1)  # for the scores, and for the values that they weight
+    packed = np.where(queries < 16, size["heads"] / size["kv_heads"], 1.0)  # heads that share keys are packed together
     used = used_weights(size["batch"], size["m"])
     kinds = [
         (op == "gemm", (size["batch"], size["m"], size["n"], size["k"])),
@@ -166,9 +166,9 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
 
 @dataclass(frozen=True)
 class Constants:
-    """How far libraries get, the same on all devices: parts of the peak, of the bandwidth of memory and of that of the last
-    cache that are reached; part of this cache that keeps operands from one run to the next, and how sharply it ends; the norm
-    by which times overlap (1: one after the other); cycles of a kernel, and of each of its blocks on a core, that do nothing.
+    """What libraries reach, the same on all devices: the fractions reached of the peak, of memory bandwidth and of last-level
+    cache bandwidth; the fraction of this cache that keeps operands from one run to the next, and how sharp this limit is; the
+    norm by which times overlap (1: none do); and overhead cycles of a kernel, and of each of its blocks on a core.
 
     The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together."""
 
@@ -187,17 +187,17 @@ class Constants:
 
     @classmethod
     def of(cls, logs: FloatArray) -> Constants:
-        """Back from :meth:`vector`."""
+        """Rebuild from :meth:`vector`."""
         return cls(*map(float, np.exp(logs)))
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What n operators ask of one device: ``matrix_s`` in whole waves of the best tiles, ``vector_s``, ``special_s``,
-    ``memory_s`` if all comes from memory and ``cache_s`` if all comes from the last cache, each at the device's peak;
-    ``again_s`` for what that cache gives in any case; the bytes in ``turn`` between two runs over its size; ``blocks`` a core;
-    ``launches`` as long as usual; the clock; and ``features``, which do not depend on constants, float64
-    (n, len(MECHANISM_FEATURES))."""
+    """How n operators load one device, in seconds at its peak: ``matrix_s`` in whole waves of the best tiles, ``vector_s``,
+    ``special_s``, ``memory_s`` if all data comes from memory, ``cache_s`` if all comes from the last-level cache, and
+    ``again_s`` for what that cache delivers in any case. ``turn`` is the bytes touched between two runs over the cache's size,
+    ``blocks`` a count per core, ``launches`` a multiple of the usual launch, ``clock`` in Hz, and ``features`` are float64
+    (n, len(MECHANISM_FEATURES)) and do not depend on constants."""
 
     matrix_s: FloatArray
     vector_s: FloatArray
@@ -212,12 +212,12 @@ class Mechanism:
     features: FloatArray
 
     def take(self, rows: NDArray[np.bool_]) -> Mechanism:
-        """Some of the operators."""
+        """The selected operators."""
         arrays = {name: value[rows] for name, value in vars(self).items() if name != "clock"}
         return Mechanism(clock=self.clock, **arrays)
 
     def parts(self, constants: Constants) -> dict[str, FloatArray]:
-        """Seconds that each part of the device is busy, each float64 (n,); "launch" is before and after all others."""
+        """Seconds that each part of the device is busy, each float64 (n,); "launch" overlaps with none of the others."""
         c = constants
         with np.errstate(over="ignore"):
             kept = 1 / (1 + (self.turn / c.kept) ** c.kept_power)
@@ -238,14 +238,14 @@ class Mechanism:
 
 
 def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
-    """Look at operators (:func:`cdmpp.program.operators.operator_table`) on one device."""
+    """Compute how operators (:func:`cdmpp.program.operators.operator_table`) use one device."""
     size = {name: np.nan_to_num(table[name].to_numpy(dtype=np.float64)) for name in SIZES}
     op, todo = table["op"].to_numpy(dtype=str), work(table)
     element = table["dtype"].map(ELEMENT_BYTES).to_numpy(dtype=np.float64)
     cores = max(1.0, device.cores_used or device.cores or 1.0)
     clock = 1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ)
     lanes = device.lanes_per_core or 64.0
-    # in fp8 attention gets no further than in 16 bits: at heads of 128 a B200 does 0.59 and 0.58 of the latter's peak
+    # attention in fp8 is no faster than in 16 bits: with heads of 128 a B200 reaches 0.59 and 0.58 of the peak in 16 bits
     narrow = (op == "attention") & (element < 2)
     arithmetic = table["dtype"].mask(narrow, "bfloat16")
     of_type = {dtype: 1e9 * pipe(device, dtype)[0] * _cool(device, dtype) for dtype in {*table["dtype"], *arithmetic}}
@@ -259,7 +259,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     part = _L2_PART.get(device.mcpu, _L2_PART_OF_OTHERS)
     of_share = device.share if device.kind == "gpu" else 1.0
     cache_rate = 1e9 * of_share * (device.l2_bandwidth_gb_s or 0.0) or cores * clock * _L2_BYTES * part
-    if of_share < 1:  # what memory gives comes through the last cache: a few cores cannot take all of it
+    if of_share < 1:  # data from memory passes the last-level cache: a few cores cannot use the whole bandwidth
         bandwidth = min(bandwidth, cache_rate)
     b, rows, columns, depth = products(table)
     tiles = {tile: b * np.ceil(rows / tile[0]) * np.ceil(columns / tile[1]) for tile in TILES}
@@ -337,7 +337,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     blocks = np.where(attends, cores * waves_of_blocks, blocks)
     blocks = np.where(decodes, cores * one_by_one * longer * (_FLASH_BLOCK if flash else 1.0), blocks)
     blocks = np.where((device.kind == "gpu") & np.isin(op, ("layernorm", "softmax")), size["m"], blocks)
-    # ranks wait for each other in every round of a ring, until a tree takes fewer
+    # ranks wait for each other in every round of a ring, up to the number where a tree takes fewer rounds
     blocks = np.where(collective, cores * np.minimum(2 * (ranks - 1), _MOST_ROUNDS), blocks)
     return Mechanism(
         **{f"{name}_s": value for name, value in seconds.items()},
@@ -351,11 +351,11 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
 
 
 def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple[FloatArray, FloatArray]:
-    """Blocks that the busiest core works at one after the other, and scores that each computes.
+    """Number of blocks that the busiest core processes one after the other, and scores that each computes.
 
-    A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and at the
-    ends, slowly, over some that a mask hides (FlashAttention-2, Dao 2023, section 3.3); few queries of heads that share keys go
-    together where they are ``packed``. Blocks of later queries see more keys than others: the longest ends last."""
+    A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and slowly,
+    at the ends, over some that a mask hides (FlashAttention-2, Dao 2023, section 3.3). If ``packed``, the queries of heads that
+    share keys share a block where they are few. Blocks of later queries see more keys: the longest block ends last."""
     sequences, heads = np.maximum(size["sequences"], 1), np.maximum(size["heads"], 1)
     queries, keys = np.maximum(size["tokens"] / sequences, 1), np.maximum(size["kv_tokens"] / sequences, 1)
     together = np.where(packed & (queries < 128), heads / np.maximum(size["kv_heads"], 1), 1.0)
@@ -371,11 +371,11 @@ def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple
 
 
 def _decode(size: dict[str, FloatArray], cores: float, padded: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Of attention of one query a sequence: blocks that the busiest core works at one after the other, scores that each
-    computes, and launches.
+    """For attention of one query a sequence: number of blocks that the busiest core processes one after the other, scores that
+    each computes, and launches.
 
-    A block takes the queries of up to 64 heads that share keys, ``padded``, and a split of the keys: as many as fill the
-    cores, which are added up afterwards (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3)."""
+    A block takes the queries of up to 64 heads that share keys, rounded up to ``padded``, and one split of the keys. Splits
+    fill the cores and are added up afterwards (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3)."""
     sequences, kv_heads = np.maximum(size["sequences"], 1), np.maximum(size["kv_heads"], 1)
     group, keys = size["heads"] / kv_heads, np.maximum(size["kv_tokens"] / sequences, 1)
     blocks = sequences * kv_heads * np.ceil(np.maximum(group, 1) / 64)
@@ -386,10 +386,10 @@ def _decode(size: dict[str, FloatArray], cores: float, padded: FloatArray) -> tu
 
 
 def _conv_speedup(table: pd.DataFrame, size: dict[str, FloatArray], device: Device) -> FloatArray:
-    """How much faster the products of a convolution on a GPU are than :func:`pipe` says, 1 or more, float64 (n,).
+    """How many times as fast as :func:`pipe` says the products of a convolution on a GPU are, 1 or more, float64 (n,).
 
-    Vector units use Winograd, forward and by the input, for windows of 3 x 3 in steps of one. Where bfloat16 is emulated,
-    MIOpen's kernels by the weights are not slower than those of float32."""
+    Vector units use Winograd for 3 x 3 windows with stride 1, forward and backward by the input. Where bfloat16 is emulated,
+    MIOpen's backward kernels by the weights are as fast as those of float32."""
     plain = size["stride"] * size["dilation"] * size["groups"] == 1
     lean = plain & (size["kernel_h"] == 3) & (size["kernel_w"] == 3) & (size["backward"] < 2)
     found = np.ones(len(table))
@@ -405,11 +405,11 @@ def _conv_speedup(table: pd.DataFrame, size: dict[str, FloatArray], device: Devi
 def _again(
     op: NDArray[np.str_], size: dict[str, FloatArray], read: FloatArray, element: FloatArray, device: Device
 ) -> tuple[FloatArray, FloatArray]:
-    """Bytes that are read again, as a core has no room for them, and bytes that each core works at: weights at every step of a
-    recurrent network; rows of PyTorch's layer norm and softmax on a GPU.
+    """Bytes that are read again because a core has no room for them, and bytes that each core works on at once: the weights at
+    every step of a recurrent network; the rows of PyTorch's layer norm and softmax on a GPU.
 
-    A block goes over its row once for each of what it adds up, and once more to write; a warp holds a short row of softmax in
-    registers. As many blocks as there are threads for share a core, of softmax with a thread for four elements."""
+    A block goes over its row once for each sum or maximum, and once more to write; a warp holds a short row of softmax in
+    registers. A core runs as many blocks as its threads allow; a block of softmax has a thread for every four elements."""
     softmax = op == "softmax"
     passes = np.select([op == "layernorm", softmax & (size["n"] > _WARP_ROW)], [1.0, 2.0], 0.0)
     threads = np.where(softmax, np.clip(size["n"] / 4, 32, 1024), _NORM_THREADS)
@@ -426,9 +426,9 @@ def _again(
 def _compute(
     tiles: dict[tuple[int, int], FloatArray], depth: FloatArray, core_peak: FloatArray, cores: float, core_feed: float
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds of the products in whole waves of the best tiles, and into how many parts these cut the reduction.
+    """Seconds of the products in whole waves of the best tiles, and into how many parts the reduction is split.
 
-    Small tiles cost less where a core computes slowly for what it can load."""
+    Small tiles cost less on a core that computes slowly compared with its load bandwidth."""
     best, parts = np.full(len(depth), np.inf), np.ones(len(depth))
     hunger = np.clip(np.sqrt(core_peak / core_feed / _HUNGRY), 0.4, 1.0)
     for (r, c), number in tiles.items():

@@ -5,19 +5,19 @@
 ``rmse_s``
     Root mean squared error in seconds.
 ``pairwise_accuracy``
-    Over all pairs of programs of the same task on the same device, the fraction ordered as their labels are. Pairs whose labels
-    differ by no more than the larger noise of the two, relative to the smaller label, are ties and left out (equal labels
-    always are). Equal predictions count one half.
+    Over all pairs of programs of the same task on the same device, the fraction ordered as their labels are. A pair is a tie
+    and left out if its labels differ by no more than the larger noise of the two, relative to the smaller label; equal labels
+    are always ties. Equal predictions count one half.
 ``spearman``
-    Spearman's rank correlation within a task on a device, averaged over those with at least three programs and labels that
-    differ (constant predictions count 0).
+    Spearman's rank correlation within a task on a device, averaged over the (task, device) groups with at least three programs
+    and labels that differ. Constant predictions count 0.
 ``top1_regret, top5_regret``
     Latency of the best among the 1 or 5 programs predicted fastest, over that of the best program of the task on the device,
-    minus one, averaged over those with at least two programs (for top 5: six). ``top1_regret_median`` is the median in place of
-    the mean, ``top1_regret_of_32`` the median over those with at least 32 programs: choosing from few is easy.
+    minus one, averaged over groups with at least two programs (for top 5: six). ``top1_regret_median`` is the median instead of
+    the mean, ``top1_regret_of_32`` the median over groups with at least 32 programs, as choosing from few is easy.
 ``noise_floor_mape``
-    Expected MAPE of a perfect predictor: mean error floor of the labels (:mod:`cdmpp.dataset.view`), or half of the mean
-    noise where error floors are not given.
+    Expected MAPE of a perfect predictor: the mean error floor of the labels (:mod:`cdmpp.dataset.view`), or half of the mean
+    noise if no error floors are given.
 
 A metric that is not defined on the records (no pair, no noise figure) is None.
 """
@@ -35,7 +35,7 @@ from cdmpp.errors import LabelError, PredictorError
 
 Metrics = dict[str, Any]
 
-#: Programs of a task that ``top1_regret_of_32`` takes into account.
+#: Programs that a task must have on a device to count in ``top1_regret_of_32``.
 _MANY = 32
 
 
@@ -48,9 +48,9 @@ def evaluate_predictions(
     error_floor: ArrayLike | None = None,
 ) -> Metrics:
     """Score predictions of n records in seconds, ranked within task and device; the module's text defines every metric.
-    ``noise`` is the relative split-half noise of each label, and decides which pairs are ties; ``error_floor`` the expected
-    relative error of a perfect predictor on it; NaN where unknown. LabelError where a label is not finite and positive;
-    PredictorError where a prediction is not, where lengths differ, or without records."""
+    ``noise`` is the relative split-half noise of each label and decides which pairs are ties. ``error_floor`` is the expected
+    relative error of a perfect predictor on each label. Both are NaN where unknown. LabelError: a label is not finite and
+    positive. PredictorError: a prediction is not, lengths differ, or there are no records."""
     labels = np.asarray(label_s, dtype=np.float64)
     predictions = np.asarray(predicted_s, dtype=np.float64)
     noises = _or_unknown(noise, len(labels))
@@ -84,8 +84,8 @@ def evaluate_groups(
     columns: Sequence[Any], groups: Mapping[str, Sequence[Iterable[str]]]
 ) -> dict[str, dict[str, Metrics]]:
     """Score subsets of the records: grouping (such as ``"network"``) -> group -> metrics, sorted by name. ``columns`` are the
-    arguments of :func:`evaluate_predictions`; ``groups`` are grouping -> for each record the groups it belongs to, several or
-    none."""
+    arguments of :func:`evaluate_predictions`. ``groups`` maps a grouping to the groups that each record belongs to, which may
+    be several or none."""
     arrays: list[Any] = [np.asarray(column) for column in columns]
     scored: dict[str, dict[str, Metrics]] = {}
     for grouping, members in groups.items():
@@ -100,8 +100,8 @@ def evaluate_groups(
 
 
 def least_mape_shift(errors: NDArray[np.float64], group: NDArray[np.int64] | None = None) -> float:
-    """What has to be added to the logarithms of predictions for the least MAPE, by log(measured / predicted), (n,): a weighted
-    median. Records weigh alike, or groups by the number of each record's, int (n,)."""
+    """The constant which, added to the logarithms of predictions, gives the least MAPE: a weighted median of ``errors``,
+    log(measured / predicted), (n,). Records weigh the same, or with ``group``, the group of each, int (n,), the groups do."""
     weights = np.exp(-errors)
     if group is not None:
         weights = weights / np.bincount(group)[group]
@@ -151,13 +151,13 @@ def _ranking_metrics(
 def ordered_pairs(
     label: NDArray[np.float64], predicted: NDArray[np.float64], noise: NDArray[np.float64], block: int = 512
 ) -> tuple[float, float]:
-    """Correctly ordered and counted pairs; blocks bound the memory of large groups."""
+    """Numbers of correctly ordered pairs and of counted pairs (not ties); blocks bound the memory of large groups."""
     right = counted = 0.0
     for begin in range(0, len(label), block):
         rows = slice(begin, begin + block)
         a, b = label[rows, None], label[None, :]
         tolerance = np.maximum(noise[rows, None], noise[None, :]) * np.minimum(a, b)
-        # each pair once: the one whose label is smaller comes first
+        # count each pair once: the program with the smaller label comes first
         before = b - a > tolerance
         p, q = predicted[rows, None], predicted[None, :]
         right += float((before & (p < q)).sum()) + 0.5 * float((before & (p == q)).sum())

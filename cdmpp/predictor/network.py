@@ -1,6 +1,6 @@
 """The network: a transformer encoder over the leaves of a compact AST, and a decoder to one label.
 
-After CDMPP (EuroSys'24), with a padding mask and pooling in place of one network per number of leaves.
+It follows CDMPP (EuroSys'24), but uses a padding mask and pooling instead of one network per number of leaves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cdmpp.program.codegen import LOOPS, STATIC_FEATURES
 
 #: The table of positional encodings grows in steps of this many positions.
 _POSITION_STEP = 256
-#: Pairs that are predicted together.
+#: Pairs per inference batch.
 INFERENCE_BATCH = 1024
-#: Where bins begin that no value fills (encoded values are clipped far below).
+#: Lower edge of unused bins, which no value reaches (encoded values are clipped far below it).
 _NEVER = 1e6
-#: Encodings that :func:`positional_encoding` knows.
+#: Variants of :func:`positional_encoding`.
 VARIANTS: tuple[str, ...] = ("standard", "paper")
 
 _BASE = 10000.0
@@ -35,8 +35,8 @@ _BASE = 10000.0
 def positional_encoding(positions: ArrayLike, dim: int, variant: str = "standard") -> NDArray[np.float32]:
     """Encode pre-order positions, float32 ``positions.shape + (dim,)``: column ``k`` is ``sin(pos * f_k)`` for even ``k`` and
     ``cos(pos * f_k)`` for odd ``k``. In ``standard`` a sine and a cosine share a frequency, ``f_k = 10000 ** (-2 * (k // 2) /
-    dim)``, as in *Attention is all you need*; in ``paper``, CDMPP's formula with ``k`` counting columns, none does: ``10000 **
-    (-2 * k / dim)``. PredictorError for an unknown variant, no columns or a negative position."""
+    dim)``, as in *Attention is all you need*. In ``paper``, CDMPP's formula, every column has its own: ``10000 ** (-2 * k /
+    dim)``. Raises PredictorError for an unknown variant, ``dim`` below 1 or a negative position."""
     if variant not in VARIANTS:
         raise PredictorError(f"unknown positional encoding {variant!r}: expected one of {', '.join(VARIANTS)}")
     if dim < 1:
@@ -72,9 +72,9 @@ class PreOrderEncoding(nn.Module):
 
 
 class PiecewiseLinear(nn.Module):
-    """Piecewise-linear encoding of numerical features (Gorishniy et al., NeurIPS 2022, section 3.2): each is cut into bins at
-    quantiles of the training data (fewer for few distinct values); a value fills the bins below it, its own in part, and none
-    above. A linear layer on top can then treat an extent of 7 unlike one of 8, which it cannot from the value itself."""
+    """Piecewise-linear encoding of numerical features (Gorishniy et al., NeurIPS 2022, section 3.2). Each feature is cut into
+    bins at quantiles of the training data (fewer if it has few distinct values). A value fills the bins below it, its own in
+    part, and none above. A linear layer on top can then treat an extent of 7 unlike 8, which it cannot by the value alone."""
 
     def __init__(self, features: int, bins: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class PiecewiseLinear(nn.Module):
         self.register_buffer("width", torch.ones(features, bins))
 
     def fit(self, rows: torch.Tensor) -> None:
-        """Place the bins for training values, float32 (n, features)."""
+        """Place the bins at quantiles of the training values, float32 (n, features)."""
         values = rows.double().numpy()
         bins = self.low.shape[1]
         at = np.linspace(0, 1, bins + 1)
@@ -93,7 +93,7 @@ class PiecewiseLinear(nn.Module):
         for j in range(values.shape[1]):
             distinct = np.unique(values[:, j])
             edges = np.unique(np.quantile(values[:, j], at))
-            if len(edges) - 1 <= bins // 2:  # most values are the same: let the distinct ones decide
+            if len(edges) - 1 <= bins // 2:  # most values are the same: use quantiles of the distinct ones
                 edges = np.unique(np.quantile(distinct, at))
             if len(edges) > 1:
                 low = torch.from_numpy(edges.astype(np.float32))
@@ -101,20 +101,20 @@ class PiecewiseLinear(nn.Module):
                 self.width[j, : len(edges) - 1] = low.diff()
 
     def used(self) -> torch.Tensor:
-        """Columns of :meth:`forward` that are not always 0, int64: features with few distinct values have fewer bins."""
+        """Indices of the columns of :meth:`forward` that are not always 0, int64; few distinct values need fewer bins."""
         return (self.low.flatten() < _NEVER).nonzero().squeeze(1)
 
     def forward(self, x: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 (..., features) -> (..., features * bins), between 0 and 1, or only some columns of that."""
+        """float32 (..., features) -> (..., features * bins), between 0 and 1, or only the given ``columns`` of that."""
         if columns is None:
             columns = torch.arange(self.low.numel(), device=x.device)
         filled = x.index_select(-1, columns // self.low.shape[1])
-        # in place: this is most of what a prediction takes
+        # in place, as this takes most of the time of a prediction
         return filled.sub_(self.low.flatten()[columns]).div_(self.width.flatten()[columns]).clamp_(0, 1)
 
 
 class Dropout(nn.Dropout):
-    """Draws a byte a value, so that ``p`` is rounded to 1/256: torch's draws take a tenth of a step on a CPU (by hand)."""
+    """Drop-out with one random byte per value (``p`` in steps of 1/256): torch's draws take a tenth of a CPU step (by hand)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """float32 of any shape -> the same shape."""
@@ -126,12 +126,12 @@ class Dropout(nn.Dropout):
 
 
 class AttentionPooling(nn.Module):
-    """Weighted mean of the leaves with learned weights, one set a head."""
+    """Weighted mean of the leaves with learned weights, one set per head."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self._heads = heads
-        self.score = nn.Linear(dim, heads, bias=False)  # the softmax would take one away
+        self.score = nn.Linear(dim, heads, bias=False)  # a bias would cancel in the softmax
 
     def forward(self, leaves: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
         """(batch, length, dim) and its mask -> (batch, dim)."""
@@ -143,9 +143,9 @@ class AttentionPooling(nn.Module):
 
 
 class CompiledDecoder(nn.Module):
-    """The label of a compiled program: the sum of what its loops and the rest take by the model of the core
-    (:data:`cdmpp.predictor.pair_features.TIME_PARTS`), each times a ratio that is learned, by one network for all loops.
-    ``known`` is the width of what is known besides the compiled code."""
+    """Predicts the label of a compiled program from the times that the core model gives for its loops and the rest
+    (:data:`cdmpp.predictor.pair_features.TIME_PARTS`): each is multiplied by a learned ratio, and they are summed. One network
+    gives the ratios of all loops. ``known`` is the width of the other inputs: embedding, device and pair."""
 
     def __init__(self, config: ModelConfig, known: int) -> None:
         super().__init__()
@@ -162,11 +162,11 @@ class CompiledDecoder(nn.Module):
         nn.init.zeros_(self.others.weight)
         nn.init.zeros_(self.others.bias)
         self.whole = nn.Linear(dim, 1)
-        # what a unit of the logarithm of the times is of the label
+        # label units per unit of the logarithm of the time
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, embedding: torch.Tensor, known: list[torch.Tensor], code: torch.Tensor) -> torch.Tensor:
-        """Embeddings (batch, embedding_dim), what is known besides and encoded code, (batch, n) each -> labels (batch,)."""
+        """Embeddings (batch, embedding_dim), device and pair inputs, encoded code, (batch, n) each -> labels (batch,)."""
         widths = (len(CODE_FEATURES), LOOPS * len(LOOP_CODE_FEATURES), len(TIME_PARTS))
         program, loops, times = code.split(widths, dim=1)
         hidden = _decode(self.program, embedding, [*known, program])
@@ -178,8 +178,8 @@ class CompiledDecoder(nn.Module):
 
 
 class LatencyNetwork(nn.Module):
-    """Leaves, positions, mask and device -> one standardised label a program. Takes the widths of an encoded leaf, and of
-    the parts of a :class:`~cdmpp.predictor.encoding.Context`."""
+    """Leaves, positions, mask and device -> one standardised label per program. The constructor takes the widths of an
+    encoded leaf and of the parts of a :class:`~cdmpp.predictor.encoding.Context`."""
 
     def __init__(
         self, config: ModelConfig, leaf_dim: int, device_dim: int, pair_dim: int = 0, code_dim: int = 0
@@ -210,7 +210,7 @@ class LatencyNetwork(nn.Module):
         self.codegen = nn.Linear(config.embedding_dim, len(STATIC_FEATURES)) if config.codegen else None
 
     def fit_bins(self, train: LabelledArrays) -> None:
-        """Place the bins of the piecewise-linear encodings, if there are any, for training pairs."""
+        """Fit the bins of the piecewise-linear encodings, if there are any, to the training pairs."""
         if self.bins is not None:
             self.bins.fit(train.leaves)
         if self.pair_bins is not None:
@@ -229,12 +229,12 @@ class LatencyNetwork(nn.Module):
             leaves = leaves * (1 + scale) + shift
         hidden = self.norm(self.encoder(leaves, src_key_padding_mask=padding))
         count = (~padding).sum(1, keepdim=True).to(hidden.dtype)
-        # bounded, so that CMD is defined
+        # bounded, so that the central moment discrepancy (CMD) is defined
         return torch.tanh(self.embedding(torch.cat([self.pool(hidden, padding), torch.log(count)], dim=1)))
 
     def _project(self, batch: PaddedBatch) -> torch.Tensor:
-        """``leaf_projection`` of leaves and their bins, (batch, length, dim), without what padding and bins that are
-        never filled would add to the work; 0 for padding."""
+        """``leaf_projection`` of leaves and their bins, (batch, length, dim), 0 for padding. To save work, it skips padding
+        and bins that are never filled."""
         real = ~batch.padding
         rows, weight = batch.leaves[real], self.leaf_projection.weight
         width = rows.shape[1]
@@ -260,14 +260,14 @@ class LatencyNetwork(nn.Module):
         return _decode(self.decoder, embedding, self._device_and_pair(context)).squeeze(-1)
 
     def decode_compiled(self, embedding: torch.Tensor, context: Context) -> torch.Tensor:
-        """Standardised labels with instruction counts, shape (batch,), which all rows must have: corrections of how long the
-        instructions take (:mod:`cdmpp.predictor.pair_features`)."""
+        """Standardised labels, shape (batch,), from instruction counts, which all rows must have: learned corrections of the
+        times that the core model gives (:mod:`cdmpp.predictor.pair_features`)."""
         assert self.compiled_decoder is not None
         labels: torch.Tensor = self.compiled_decoder(embedding, self._device_and_pair(context), context.code)
         return labels
 
     def _device_and_pair(self, context: Context) -> list[torch.Tensor]:
-        """What both decoders see besides the embedding: device and pair, and the bins of the pair."""
+        """Inputs of both decoders besides the embedding: device and pair, and the bins of the pair."""
         parts = [context.device] if self.device_projection is not None else []
         parts.append(context.pair)
         if self.pair_bins is not None:
@@ -276,9 +276,9 @@ class LatencyNetwork(nn.Module):
 
 
 def _decode(decoder: nn.Sequential, embedding: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
-    """A decoder's output for the embedding and what is known besides, one after the other.
+    """A decoder's output for the concatenation of the embedding and the ``known`` inputs.
 
-    They are multiplied apart: what is known is most of the inputs, and no gradient of it is wanted."""
+    The first layer multiplies the two separately: ``known`` is most of the input width and needs no gradient."""
     first, rest = decoder[0], decoder[1:]
     assert isinstance(first, nn.Linear)
     width = embedding.shape[1]
@@ -298,7 +298,7 @@ def _decoder(config: ModelConfig, width: int) -> nn.Sequential:
 
 @contextmanager
 def evaluating(network: nn.Module) -> Iterator[None]:
-    """Without gradients and drop-out; the network is left as it was."""
+    """Run the block without gradients and drop-out, then restore the network's training mode."""
     training = network.training
     network.eval()
     try:
@@ -311,8 +311,8 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 def correction_inputs(
     network: LatencyNetwork, arrays: PairArrays, embeddings: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the network takes of pairs besides their leaves, and what it makes of these: features of program and device and of
-    the compiled code (n, r), and embeddings (n, h; computed unless given), both float64."""
+    """Two descriptions of each pair, both float64: its features of program and device together and of the compiled code (n, r),
+    and its embedding by the network (n, h; computed unless given)."""
     known = torch.cat([arrays.pair, arrays.code * arrays.has_code[:, None]], dim=1).double().numpy()
     if embeddings is None:
         embeddings = embeddings_of(network, arrays).double().numpy()
@@ -320,7 +320,7 @@ def correction_inputs(
 
 
 def embeddings_of(network: LatencyNetwork, arrays: PairArrays) -> torch.Tensor:
-    """Of (program, device) pairs, float32 (n, embedding_dim), in evaluation mode."""
+    """Embeddings of (program, device) pairs, float32 (n, embedding_dim), in evaluation mode."""
     where = next(network.parameters()).device
     embeddings = torch.empty(len(arrays), network.config.embedding_dim)
     with evaluating(network):

@@ -1,9 +1,9 @@
 """Latencies of library operators on devices that may never have been measured.
 
-:mod:`cdmpp.predictor.mechanism` says how busy an operator keeps each pipe of a device; a few constants a kind of operator,
-fitted over all devices, turn that into an estimate. What is left is learned by a few small networks, which are averaged. On
-devices they were trained on they count in full; on others by the part that helped on families of devices that were left out
-(:func:`train`), which also give the intervals: with few devices that may be nothing.
+:mod:`cdmpp.predictor.mechanism` computes how busy an operator keeps each pipe of a device. A few constants per kind of
+operator, fitted over all devices, turn that into an estimate. A few small networks, which are averaged, learn to correct it.
+The correction counts in full on devices of training. On others it is scaled by the factor that helped on left-out families of
+devices (:func:`train`), which is 0 where there are too few. The errors on left-out families also give the intervals.
 """
 
 from __future__ import annotations
@@ -44,80 +44,80 @@ FloatArray = NDArray[np.float64]
 
 #: Operators of one device, the logarithms of their seconds, and the weight of each.
 _Labels = tuple[Mechanism, FloatArray, float]
-#: The fastest kernel of any framework.
+#: Stands for the fastest kernel of any framework.
 BEST = "best"
 FRAMEWORKS = (BEST, "vllm", "sglang", "trtllm", TORCH, "miopen", "triton", "nccl", "pipeweave", TORCH_COLD)
 _OPS, _DTYPES = tuple(OPERATORS), tuple(ELEMENT_BYTES)
-#: Elements of a head up to which PyTorch has a kernel of attention.
+#: Largest head dimension for which PyTorch has an attention kernel.
 _LONGEST_HEAD = 256
-#: Data types whose products have kernels of their own.
+#: Data types for which libraries have separate kernels for matrix products.
 _NARROW = ("fp8", "fp8_block", "fp8_static", "nvfp4", "int8", "sq")
-#: Elements of a head beyond which attention has other kernels.
+#: Head dimension above which attention has other kernels.
 _LONG_HEAD = 128
 _FILE, _WEIGHTS, _MEASURED = "operators.json", "operators.safetensors", "measured.parquet"
-#: Operators of a kind and device that are kept with a model, at most.
+#: The most operators of one kind and device that are stored with a model.
 _KEPT_ROWS = 120
-#: Peaks and cores of one architecture closer than this make devices nearly the same; bandwidths closer than three times it, as
-#: an H200 is an H100 with other memory.
+#: Devices of one architecture are nearly the same if the logarithms of their peaks and cores differ by less than this, and
+#: those of their bandwidths by less than three times this: an H200 is an H100 with other memory.
 _ALIKE = 0.15
-#: Parts of what the network says that are tried on devices left out, and by what factor it may err more than the estimate on a
-#: family: for element-wise operators it was a fifth as wrong on two of seven, and two to three times on two others.
+#: Factors of the networks' correction that are tried on left-out devices, and how many times the estimate's error it may make
+#: on a family: for element-wise operators it was a fifth on two of seven families, and two to three times on two others.
 _TRUST, _HARM = (0.0, 0.25, 0.5, 0.75, 1.0), 1.05
-#: Nothing of it is trusted before so many families of devices can be left out: with three of GPUs it made attention twice as
-#: wrong. CPUs run the same kernels of PyTorch, so that one may tell of another.
+#: With fewer families of devices to leave out the correction is not used on unseen devices: with three families of GPUs it
+#: doubled the error of attention. CPUs all run the same kernels of PyTorch, so one may say something about another.
 _FAMILIES_TO_TRUST = {"gpu": 4, "cpu": 1}
-#: Bounds of :class:`Constants`, in their order, and how much a fit is held to their defaults, and one vendor's to those of all
-#: (chosen on GPUs left out).
+#: Bounds of :class:`Constants`, in their order; how strongly a fit is pulled to their defaults, and that of one vendor to those
+#: of all vendors (chosen on left-out GPUs).
 _LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0])
 _HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0])
 _HELD, _HELD_VENDOR, _OUTLIER = 0.02, 0.03, 0.15
-#: How much more the cycles of a launch are held, and where no label is as short as this (seconds): they would make up for what
-#: else differs.
+#: Index of the cycles of a launch among the constants; how much more strongly they are pulled; and how much more where no label
+#: is as short as this (seconds), as they would then absorb other differences.
 _LAUNCH, _HELD_LAUNCH, _SHORT, _HELD_UNSEEN = 6, 5.0, 2e-5, 500.0
-#: Where the fit of attention and of products whose weights take turns starts: a cache has all that comes in its order, or none.
+#: Start of the fit, and its pull, for attention and products with several weights in turn: a cache keeps all such data or none.
 _STREAMS, _KEPT_HELD = Constants(kept=1.0, kept_power=7.0), 0.3
-#: Of PyTorch's single calls those count that take so many times as long as the shortest (this quantile): the host takes 25 to
-#: 45 us to launch an operator, which a GPU runs in 1 to 3 where it is small. Of longer calls 0.6 of the shortest is the host's:
-#: with that taken off and calls from twice the shortest on, small operators of GPUs left out were three times as far off.
+#: Single calls of PyTorch are labels only if they take this many times as long as the shortest (this quantile): the host takes
+#: 25 to 45 us to launch an operator that a GPU runs in 1 to 3 if it is small. In longer calls 0.6 of the shortest is host time.
+#: Subtracting that, and keeping calls from twice the shortest on, tripled the errors of small operators on left-out GPUs.
 _HOSTED, _SHORTEST = 4.0, 0.02
-#: Kinds without labels -> the kind whose constants serve. A root mean square is one pass of an engine's fused kernel over its
-#: rows, unlike PyTorch's layer norm with its two.
+#: Kinds without labels -> the kind whose constants they use. RMS norm is one pass of an engine's fused kernel over its rows,
+#: unlike PyTorch's layer norm, which makes two.
 _ALIKE_KINDS = {
     **dict.fromkeys(("elementwise", "silu_mul", "embedding", "rmsnorm"), "elementwise float32"),
     "layernorm": "layernorm float32",
     "softmax": "softmax float32",
 }
-#: Kinds of attention -> the kind that they are fitted with, and whose constants serve though there are labels: an L40S has
-#: those of fp8 of TRT-LLM alone, which is slower than others in bfloat16, so that they say nothing of other GPUs.
+#: Kinds of attention -> the kind they are fitted together with, and the kind whose constants they use despite own labels: fp8
+#: on an L40S has labels of TRT-LLM alone, which is slower than others in bfloat16, so they say nothing about other GPUs.
 _FITTED_WITH = {"attention prefill long": "attention prefill"}
 _SERVED_BY = {**_FITTED_WITH, "attention prefill narrow": "attention prefill"}
-#: Operators of one kind and device that constants are fitted to, at most.
+#: The most operators of one kind and device that constants are fitted to.
 _FITTED_ROWS = 3000
-#: Noise of a label that weighs half as much in training as one without.
+#: Relative noise at which a label weighs half as much in training as one without noise.
 _NOISE = 0.1
-#: Operands so many times as large as a cache are not in it, and nothing reads memory so much faster than its bandwidth.
+#: Operands this many times as large as a cache are not in it; no kernel reads memory this many times as fast as its bandwidth.
 _TOO_LARGE, _TOO_FAST = 1.25, 1.1
-#: Parts of the operators of a single family of devices that are left out in turn.
+#: With a single family of devices its operators are split into this many parts, which are left out in turn.
 _FOLDS = 5
-#: What was measured by one framework alone, which usually takes so much longer than the fastest, says nothing of the fastest.
+#: A framework that usually takes longer than the fastest by this fraction says nothing about the fastest if it measured alone.
 _SLOW = 0.1
-#: Tables are cut to so many rows of one operator, data type, device and framework.
+#: Tables are cut to this many rows of one operator, data type, device and framework.
 _ROWS = 2500
-#: How far a Gaussian over the numbers of operators reaches, in standard deviations of each.
+#: Width of a Gaussian kernel over the numeric features of operators, in standard deviations of each.
 _REACH = 0.5
-#: ATen operators with fewer labels are not told apart from others of their kind.
+#: ATen operators with fewer labels have no input of their own: networks cannot distinguish them from others of their kind.
 _LEAST_LABELS = 10
-#: Rows of a step of training, epochs at least; width of the networks and steps. Labels of a CPU's operators repeat to a few per
-#: cent and have no other framework in them: more of both took operators left out from 19.2 to 15.6 %.
+#: Rows of a training step, fewest epochs; width of the networks and number of steps. CPU labels repeat to within a few per cent
+#: and are of one framework: a larger width and more steps reduced the error on left-out operators from 19.2 to 15.6 %.
 _BATCH, _LEAST_EPOCHS, _SIZE = 1024, 14, {"gpu": (96, 2600), "cpu": (256, 5000)}
-#: Operators of one device, data type and direction whose solvers are learned, at most; tensors of their networks; and how
-#: likely a solver must be able to run to be named.
+#: The most operators of one device, data type and direction that solvers are learned from; prefix of the names of their
+#: networks' tensors; and the least probability of being able to run with which a solver is listed.
 _SOLVER_ROWS, _OF_SOLVERS, _CAN_RUN = 900, "solvers", 0.3
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Quantiles of log(measured / predicted) at 5, 50 and 95 %, of operators of one kind; how many they are of."""
+    """Quantiles of log(measured / predicted) at 5, 50 and 95 %, over ``n`` operators of one kind."""
 
     low: float
     middle: float
@@ -127,30 +127,30 @@ class Errors:
 
 @dataclass(frozen=True)
 class OperatorModel:
-    """Constants of each kind of operator, the networks and what standardises their inputs, the kinds that ``devices`` had
-    labels of, how far the networks are to be trusted elsewhere, and errors by kind there (``unseen``) and here (``seen``)."""
+    """Constants by kind of operator; networks, with the mean and std of their inputs; the kinds with labels by device; and by
+    kind the factor of the networks' correction on other devices (``trust``), errors there (``unseen``) and here (``seen``)."""
 
     constants: Mapping[str, Constants]
     networks: Sequence[nn.Module]
     mean: NDArray[np.float32]
     std: NDArray[np.float32]
     devices: Mapping[str, Sequence[str]]
-    #: Names of the inputs by group, of those that this version knows.
+    #: Names of the networks' inputs by group, a subset of those that this version knows.
     inputs: Sequence[Sequence[str]] = field(default_factory=lambda: _INPUTS)
     trust: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, Errors] = field(default_factory=dict)
     unseen: Mapping[str, Errors] = field(default_factory=dict)
     solvers: SolverModel | None = None
-    #: Some of the operators learned from, with ``device`` and ``seconds``.
+    #: Some of the training operators, with ``device`` and ``seconds``.
     measured: pd.DataFrame | None = None
-    #: What few operators of a device taught (:mod:`cdmpp.predictor.measurements`), and what errors that left on it.
+    #: By device: a correction fitted to a few of its operators (:mod:`cdmpp.predictor.measurements`), and the errors left then.
     corrections: Mapping[str, Correction] = field(default_factory=dict)
     left: Mapping[str, Errors] = field(default_factory=dict)
 
     def predict(self, table: pd.DataFrame, device: str | Device, framework: str = BEST) -> FloatArray:
-        """Seconds of each operator of a table (:func:`cdmpp.program.operators.operator_table`), float64 (n,).
+        """Predict the seconds of each operator of a table (:func:`cdmpp.program.operators.operator_table`), float64 (n,).
 
-        UnknownDeviceError: no such device. PredictorError: no such framework, or a device of a kind that no labels are of."""
+        Raises UnknownDeviceError; PredictorError for an unknown framework or a device whose kind (CPU, GPU) has no labels."""
         if framework not in FRAMEWORKS:
             raise PredictorError(f"no framework {framework!r}; there are {', '.join(FRAMEWORKS)}")
         if not len(table):
@@ -161,7 +161,7 @@ class OperatorModel:
         estimate, logs = self.parts(table, resolved, framework)
         measured = self.measured_on(resolved)
         parts = np.array([1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)])
-        # without a unit for fp8 it is not as int8, which was measured
+        # no correction of fp8 without a unit for it: it does not behave like int8, which was measured
         lacking = [d for d in set(table["dtype"]) if d.startswith("fp8") and without_unit(resolved, d)]
         parts[table["dtype"].isin(lacking)] = 0.0
         logs = logs * parts
@@ -170,18 +170,18 @@ class OperatorModel:
         return estimate * np.exp(logs)
 
     def measured_on(self, device: Device) -> set[str]:
-        """Kinds of operators with labels of a device, or of as many cores of a CPU of its microarchitecture."""
+        """Kinds of operators with labels on a device, or on as many cores of a CPU of the same microarchitecture."""
         alike = [name for name in self.devices if _cores(get_device(name)) == _cores(device)]
         return {kind for name in alike for kind in self.devices[name]}
 
     def traits(self, table: pd.DataFrame, device: Device) -> tuple[FloatArray, FloatArray]:
-        """What operators are compared by, which depends on no label: flags of their kinds, (n, kinds), and waves over the
-        numbers that networks see, (n, WAVES)."""
+        """Features for comparing operators, which depend on no label: flags of their kinds, (n, kinds), and random Fourier
+        features (``waves``) of the networks' numeric inputs, (n, WAVES)."""
         flags = kinds(table)[:, None] == np.array(sorted(kind for kind in self.constants if "@" not in kind))
         return flags.astype(np.float64), waves(self._numbers(table, device), _REACH)
 
     def _numbers(self, table: pd.DataFrame, device: Device) -> FloatArray:
-        """The numbers that networks see, standardised, (n, inputs)."""
+        """The networks' numeric inputs, standardised, (n, inputs)."""
         names = self.inputs[0]
         rows = encode(table, device, BEST, {}, [names])[0]
         return standardised(rows, self.mean[: len(names)], self.std[: len(names)]).double().numpy()
@@ -189,23 +189,23 @@ class OperatorModel:
     def parts(
         self, table: pd.DataFrame, device: Device | None = None, framework: str | None = None
     ) -> tuple[FloatArray, FloatArray]:
-        """The estimate in seconds, and what the networks add to its logarithm, each float64 (n,); by each row's own device and
-        framework where none is given."""
+        """The estimate in seconds, and the networks' correction, which is added to its logarithm, each float64 (n,). A device
+        or framework of None stands for each row's own."""
         rows, estimate = encode(table, device, framework, self.constants, self.inputs)
         return estimate, self.logs(rows)
 
     def logs(self, rows: NDArray[np.float32]) -> FloatArray:
-        """What the networks add to the logarithm of the estimate of encoded operators, float64 (n,)."""
+        """The networks' correction of encoded operators, which is added to the logarithm of the estimate, float64 (n,)."""
         scaled = standardised(rows, self.mean, self.std)
         with torch.inference_mode():
             logs = [network(scaled).squeeze(-1).double().numpy() for network in self.networks]
         return np.mean(logs, axis=0) if logs else np.zeros(len(rows))
 
     def explain(self, table: pd.DataFrame, device: str | Device) -> pd.DataFrame:
-        """What bounds each operator: the part of the device that is ``bound``, for which ``part`` of the estimate, the cores
-        with work in the last wave of 128 x 128 tiles of a product (``full``), the ``correction`` that networks learned, the
-        likely ``kernel`` ("" where none is known), and the ``nearest`` operator that was measured, the device it was ``on``,
-        and how ``far`` it is in standard deviations of the training data (NaN where none of its kind was)."""
+        """Explain what bounds each operator: the busiest part of the device (``bound``) and its ``part`` of the estimate; the
+        share of core slots with work in the waves of 128 x 128 tiles of a product (``full``); the learned ``correction``, a
+        factor; the likely ``kernel`` ("" if none is known); and the ``nearest`` measured operator, the device it was measured
+        ``on``, and how ``far`` it is in standard deviations of the training data (NaN if none of its kind was measured)."""
         resolved = get_device(device)
         seen, of_kind = mechanism(table, resolved), kinds(table)
         bound, part = np.empty(len(table), dtype=object), np.empty(len(table))
@@ -226,7 +226,7 @@ class OperatorModel:
         return pd.DataFrame({**found, **self._nearest(table, resolved)})
 
     def _nearest(self, table: pd.DataFrame, device: Device) -> dict[str, NDArray[Any]]:
-        """The nearest measured operator of the same kind, or of the kind whose constants serve, by what the networks see."""
+        """The nearest measured operator of the same kind, or of the kind whose constants it uses, by numeric inputs."""
         nearest, on = np.full((2, len(table)), "", dtype=object)
         far = np.full(len(table), np.nan)
         asked = self._numbers(table, device)
@@ -247,8 +247,8 @@ class OperatorModel:
         return {"nearest": nearest, "on": on, "far": far}
 
     def kernels(self, table: pd.DataFrame, device: str | Device) -> pd.DataFrame:
-        """Solvers that may run each convolution on an AMD GPU, the fastest first: ``row`` of the table, ``kernel``, ``seconds``
-        (of the first those of :meth:`predict`), and ``can_run``, how likely it is that it can. Other operators have none."""
+        """List the solvers that may run each convolution on an AMD GPU, the fastest first: ``row`` of the table, ``kernel``,
+        ``seconds`` (:meth:`predict` for the fastest), and ``can_run``, its probability to run. Other operators have none."""
         resolved = get_device(device)
         at = np.flatnonzero((table["op"] == OPERATOR).to_numpy() & (resolved.vendor == VENDOR))
         if self.solvers is None or not len(at):
@@ -266,7 +266,7 @@ class OperatorModel:
     def interval(
         self, table: pd.DataFrame, device: str | Device, framework: str = BEST
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Seconds, and the ends between which nine of ten operators of such a kind were; each float64 (n,)."""
+        """Seconds, and the low and high ends between which nine of ten operators of the same kind were, each float64 (n,)."""
         resolved = get_device(device)
         seconds = self.predict(table, resolved, framework)
         measured = self.measured_on(resolved)
@@ -305,7 +305,7 @@ class OperatorModel:
 
     @classmethod
     def load(cls, folder: str | Path) -> OperatorModel:
-        """Back from :meth:`save` (PredictorError: missing, damaged, or of other features than this version's)."""
+        """Read what :meth:`save` wrote. Raises PredictorError if it is missing, damaged, or has features unknown here."""
         folder = Path(folder)
         sentence = f"cannot read the operator model of {folder}"
         with raised_as(PredictorError, sentence, KeyError, TypeError, RuntimeError):
@@ -343,7 +343,7 @@ def _tensors(networks: Sequence[nn.Module], prefix: str = "") -> dict[str, torch
 
 
 def _networks(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> tuple[nn.Module, ...]:
-    """Back from :func:`_tensors`."""
+    """Networks rebuilt from what :func:`_tensors` gave."""
     found: list[nn.Module] = []
     while f"{prefix}{len(found)}.0.weight" in tensors:
         start = f"{prefix}{len(found)}."
@@ -355,12 +355,12 @@ def _networks(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> tuple[nn
 
 
 def load_operator_model(spec: str | Path = "default", kind: str = "gpu") -> OperatorModel:
-    """The operator model that ships for a kind of device (``"default"``), or that of a folder (PredictorError: none in it)."""
+    """Load the operator model that ships for a kind of device (``"default"``), or a folder's (PredictorError: it has none)."""
     shipped = Path(__file__).parent / "weights" / {"gpu": "operators", "cpu": "operators-cpu"}[kind]
     return OperatorModel.load(shipped if str(spec) == "default" else spec)
 
 
-#: What the inputs of the network are, for the check of a file.
+#: Names of the networks' inputs by group, against which a file is checked.
 _INPUTS: list[list[str]] = [
     [name for name in MECHANISM_FEATURES if name not in ("m", "n")],
     list(_OPS),
@@ -371,8 +371,8 @@ _INPUTS: list[list[str]] = [
 
 
 def inputs_of(table: pd.DataFrame) -> list[list[str]]:
-    """Names of the inputs of networks that learn from labels; of CPUs with plain sizes and the ATen operators, several of which
-    are one of ours."""
+    """Names of the inputs of networks that learn from a table. On CPUs they include the sizes ``m`` and ``n`` and the ATen
+    operators, several of which may be one operator of ours."""
     if any(get_device(name).kind == "gpu" for name in set(table["device"])) or "kernel" not in table:
         return _INPUTS
     often = table["kernel"].value_counts()
@@ -380,9 +380,9 @@ def inputs_of(table: pd.DataFrame) -> list[list[str]]:
 
 
 def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
-    """The kind of each operator, which have constants of their own: by operator, of attention by whether a sequence has more
-    than one query, and by what has kernels of its own: data types of one byte or of four, weights alone, long heads. One
-    query is bound by the keys that it reads, whatever the arithmetic is in."""
+    """The kind of each operator; each kind has its own constants. It is the operator, for attention with whether a sequence has
+    more than one query, and with what has separate kernels: data types of one byte or of four, quantised weights alone, long
+    heads. Attention of one query is bound by the keys that it reads, whatever the arithmetic is in."""
     op, dtype = table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str)
     single = (table["tokens"] <= table["sequences"]).to_numpy()
     attends, narrow = op == "attention", np.isin(dtype, _NARROW)
@@ -398,7 +398,7 @@ def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
 
 
 def constants_of(kind: str, constants: Mapping[str, Constants], vendor: str = "") -> Constants:
-    """Of a kind, of the vendor's libraries if these have some of their own, or of its operator, or those that are usual."""
+    """Constants of a kind, else of its operator, each time the vendor's own if there are any; else the defaults."""
     asked = (name for one in (kind, kind.partition(" ")[0]) for name in (f"{one}@{vendor}", one))
     return next((constants[name] for name in asked if name in constants), Constants())
 
@@ -410,8 +410,8 @@ def encode(
     constants: Mapping[str, Constants],
     inputs: Sequence[Sequence[str]] = (),
 ) -> tuple[NDArray[np.float32], FloatArray]:
-    """What the network sees of operators, float32 (n, inputs), and the estimate in seconds, (n,); on each row's own device
-    and by its own framework where none is given."""
+    """The networks' inputs of operators, float32 (n, inputs), and the estimate in seconds, (n,). A device or framework of None
+    stands for each row's own."""
     inputs = inputs or _INPUTS
     estimate = np.empty(len(table))
     if device is None:
@@ -434,14 +434,14 @@ def encode(
 
 
 def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.DataFrame:
-    """Labels to learn: the fastest kernel of every operator and device, and the fastest of every framework; at most ``rows`` of
-    one operator, data type, device and framework. Of CPUs PyTorch's own are all there are.
+    """Select training labels: the fastest kernel of every operator and device, and the fastest of every framework; at most
+    ``rows`` of one operator, data type, device and framework. For CPUs there are only PyTorch's own.
 
-    Where all that measured an operator are usually slower than others, nothing says what is fastest: of attention, whose
-    frameworks have several kernels each, these count, not frameworks. Attention to a single key is left out: it has no
-    kernel of its own, but was timed with those for many queries. So are single calls that the host made long, and products
-    that read weights faster than memory gives them. PyTorch's attention of one query or of long heads is not the fastest:
-    engines have other kernels."""
+    If all frameworks that measured an operator are usually slower than others, its fastest kernel is unknown. For attention,
+    where a framework has several kernels, this is decided by kernel. Attention to a single key is left out: it has no kernel
+    of its own, but was timed with those for many queries. So are single calls dominated by the host's time, and products that
+    read weights faster than memory can deliver them. PyTorch's attention of one query or of long heads is not taken as the
+    fastest: engines have other kernels."""
     if all(get_device(name).kind == "cpu" for name in set(table["device"])):
         return table.assign(framework=table["framework"].replace(TORCH, BEST)).reset_index(drop=True)
     shortest = table["seconds"].groupby([table[name] for name in ("device", "op", "framework")], observed=True)
@@ -475,7 +475,7 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
 
 
 def _kept(table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Products of which a benchmark left the weights in the cache, though those that take turns with them are too large for it:
+    """Products whose weights a benchmark left in the cache, although all weights that it takes in turn are too large for it:
     some of TRT-LLM's on an L40S are three times as fast as its memory."""
     kept, products = np.zeros(len(table), dtype=bool), np.flatnonzero(table["op"] == "gemm")
     for name, own in table.iloc[products].groupby("device").indices.items():
@@ -516,10 +516,10 @@ def train(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[OperatorModel, pd.DataFrame]:
-    """Train on a :func:`training_table`, also without each family of devices in turn; for so many steps unless ``epochs`` says.
+    """Train on a :func:`training_table`, and also without each family of devices in turn; ``epochs`` replaces the usual number.
 
-    Gives the model, and the table with what was predicted without the row's family: ``left_out_s`` with the trust that the
-    other families ask for, ``left_out_estimate_s`` by the estimate alone. PredictorError: nothing to learn from."""
+    Returns the model, and the table with predictions made without the row's family: ``left_out_s`` with the trust derived from
+    the other families, ``left_out_estimate_s`` by the estimate alone. Raises PredictorError if there is too little to learn."""
     if len(table) < _FOLDS:
         raise PredictorError("an operator model needs labels of operators to learn from")
     table = table.reset_index(drop=True)
@@ -539,7 +539,7 @@ def train(
         without = _fitted(table[~mine].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
         estimate[mine], logs[mine] = without.parts(table[mine])
     progress(len(numbers), len(numbers) + 1)
-    if one_family:  # no other device can say how far the networks are to be trusted: they are on all
+    if one_family:  # no other family can tell how far to trust the networks: they count in full everywhere
         left = table.assign(left_out_s=estimate * np.exp(logs), left_out_estimate_s=estimate)
         errors = _errors(left.assign(framework=BEST), left["left_out_s"])
         trust = dict.fromkeys(map(str, np.unique(kinds(table))), 1.0)
@@ -574,8 +574,8 @@ def train_solvers(
 def solver_times(
     table: pd.DataFrame, rows: int = _SOLVER_ROWS, seed: int = 0
 ) -> tuple[pd.DataFrame, FloatArray, list[str]]:
-    """Convolutions on devices, at most ``rows`` of a device, data type and direction; the seconds of each of their solvers,
-    (n, solvers) with NaN where it did not run; and the names of these. PredictorError: the table has none."""
+    """Select convolutions on devices, at most ``rows`` of a device, data type and direction; with the seconds of each solver,
+    (n, solvers), NaN where it did not run, and the solvers' names. Raises PredictorError if the table has none."""
     table = table[(table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)].reset_index(drop=True)
     if table.empty:
         raise PredictorError(f"no {OPERATOR} by {FRAMEWORK} in it")
@@ -594,7 +594,7 @@ def solver_times(
 def with_what_was_measured(
     model: OperatorModel, table: pd.DataFrame, learned: pd.DataFrame, seed: int = 0
 ) -> OperatorModel:
-    """A model with the solvers of a table of all that was measured, if any, and some operators that it ``learned`` from."""
+    """Add to a model the solvers of a table of all measurements, if any, and some of the operators that it ``learned`` from."""
     solvers = None
     if ((table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)).any():
         solvers = train_solvers(*solver_times(table, seed=seed), model.constants, model.inputs, seed)
@@ -605,7 +605,7 @@ def with_what_was_measured(
 
 
 def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
-    """Of the second result of :func:`train`: errors on the fastest kernels by kind, data type and device, fractions."""
+    """Errors in the second result of :func:`train` on the fastest kernels by kind, data type and device, as fractions."""
     best = left[left["framework"] == BEST]
     error = (best["left_out_s"] / best["seconds"] - 1).abs().rename("error")
     groups = error.groupby([pd.Series(kinds(best), best.index, name="kind"), best["dtype"], best["device"]])
@@ -622,7 +622,7 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
     mean[flags:], std[flags:] = 0.0, 1.0
     std = np.where(std > 1e-6, std, 1e6).astype(np.float32)
     scaled = standardised(rows, mean, std)
-    # groups of an operator, data type and device weigh as the root of their size, so that large ones do not rule
+    # a group of one operator, data type and device weighs the square root of its size, so that large ones do not dominate
     weights = table.groupby(["op", "dtype", "device"])["seconds"].transform("size").to_numpy(dtype=np.float64) ** -0.5
     noise = table.get("noise", pd.Series(0.0, table.index)).fillna(0).to_numpy(dtype=np.float64)
     weights = weights / (1 + (noise / _NOISE) ** 2)
@@ -639,9 +639,9 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
 
 
 def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
-    """Constants of each kind, on the fastest kernels of all devices, each of which counts alike; of GPUs of several vendors,
-    whose libraries differ, also those of each (``gemm float32@amd``); and of kinds that have no labels those of the kind most
-    like it."""
+    """Fit constants of each kind to the fastest kernels of all devices, which weigh the same. If there are GPUs of several
+    vendors, whose libraries differ, each vendor also gets its own (``gemm float32@amd``). A kind without labels gets those of
+    the kind most like it."""
     found: dict[str, Constants] = {}
     of_kind = pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str)
     best = (table["framework"] == BEST).to_numpy()
@@ -671,7 +671,7 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
 
 
 def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray) -> Constants:
-    """Constants that are ``held`` to others ``like`` them."""
+    """Fit constants that are pulled to ``like`` with the strengths ``held``."""
     from scipy.optimize import least_squares
 
     start, shortest = like.vector(), min(float(np.exp(y.min())) for _, y, _ in devices)
@@ -687,7 +687,7 @@ def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray) -> Const
 
 
 def _soft(errors: FloatArray) -> FloatArray:
-    """Errors whose squares grow no faster than the errors beyond :data:`_OUTLIER`."""
+    """Errors rescaled so that beyond :data:`_OUTLIER` their squares grow only in proportion to the errors."""
     scaled = errors / _OUTLIER
     soft: FloatArray = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1)) * _OUTLIER
     return soft
@@ -698,8 +698,8 @@ def _cores(device: Device) -> tuple[str, float] | str:
 
 
 def _trust(measured: FloatArray, logs: FloatArray, rows: NDArray[np.bool_], family: NDArray[Any], least: int) -> float:
-    """The part of what networks say that is best on devices they did not see, of those that make none much worse; each device
-    family counts alike, and there must be some."""
+    """The best factor of the networks' correction on left-out devices, of those that make no family of devices much worse.
+    Families weigh the same; 0 if there are fewer than ``least``."""
     groups = sorted(set(family[rows]))
     if len(groups) < least:
         return 0.0

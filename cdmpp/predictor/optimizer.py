@@ -1,4 +1,4 @@
-"""What moves a network's weights in training."""
+"""The optimiser that updates a network's weights in training."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-#: Of the quintic iteration that makes a matrix nearly orthogonal, how often it is done (Muon: five times, which takes longer
-#: and errs more on validation, by hand), and what is kept of the momentum.
+#: Coefficients of the quintic iteration that makes a matrix nearly orthogonal, number of iterations (Muon: five, which takes
+#: longer and gives larger validation errors, by hand), and decay of the momentum.
 _COEFFICIENTS, _ITERATIONS, _MOMENTUM = (3.4445, -4.7750, 2.0315), 3, 0.95
-#: Rows and columns of a matrix, at least: what has fewer are outputs.
+#: A matrix moves by Muon if it has at least this many rows and columns: one with fewer is an output layer.
 _LEAST = 16
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """AdamW, but for matrices: these move along their nearly orthogonal momentum (Jordan et al., *Muon*, 2024), as far as AdamW
-    would move them (Liu et al., *Muon is scalable for LLM training*, 2025). In float32, as ``torch.optim.Muon`` works in
-    bfloat16, which is slow on a CPU that has none."""
+    """AdamW, except for matrices: these move along their momentum, made nearly orthogonal (Jordan et al., *Muon*, 2024), as far
+    as AdamW would move them (Liu et al., *Muon is scalable for LLM training*, 2025). Works in float32, as ``torch.optim.Muon``
+    uses bfloat16, which is slow on a CPU without bfloat16 arithmetic."""
 
     def __init__(self, weights: Iterable[nn.Parameter], weight_decay: float) -> None:
         groups: list[list[nn.Parameter]] = [[], []]
@@ -27,23 +27,23 @@ class MuonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One step, by the gradients."""
+        """Do one step with the current gradients."""
         rate = self.param_groups[1]["lr"]
         for matrix in self.param_groups[1]["params"]:
             if matrix.grad is not None:
                 state = self.state[matrix]
-                if not state:  # AdamW restores no state without a step
+                if not state:  # with ``step``, which AdamW needs to restore a state
                     state.update(step=torch.zeros(()), momentum=torch.zeros_like(matrix))
                 state["momentum"].lerp_(matrix.grad, 1 - _MOMENTUM)
                 direction = orthogonal(matrix.grad.lerp(state["momentum"], _MOMENTUM))
                 matrix.mul_(1 - rate * self.param_groups[1]["weight_decay"])
                 matrix.add_(direction, alpha=-rate * 0.2 * max(matrix.shape) ** 0.5)
-                matrix.grad = None  # AdamW leaves it
+                matrix.grad = None  # so that AdamW leaves it as it is
         super().step()
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The singular vectors of a matrix (m, n); singular values of about 1, but for small ones. Iterates on its smaller side."""
+    """``matrix`` (m, n) with its singular values set to about 1, except for small ones. Iterates on its smaller side."""
     a, b, c = _COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
     rows = (matrix.T if tall else matrix) / matrix.norm().clamp(min=1e-7)

@@ -1,10 +1,10 @@
-"""What can be said of a program and a device together, without learning, from AST and specification.
+"""Features of a program and a device together, computed without learning from the AST and the device's specification.
 
-A lower bound and an analytical estimate of the latency are baselines, and the scale that labels are relative to: the network
-predicts how far a program stays behind (CDMPP predicts the time itself). As numbers for the network: how the one fills the
-other; for compiled programs also how long loops take on the core (:mod:`cdmpp.program.codegen.loops`). A network that is to
-carry over to new devices should not have to learn from a handful of them how a product of matrices is cut into tiles for their
-cores (NeuSight, Lee et al., ASPLOS'25, section 4).
+A lower bound and an analytical estimate of the latency are baselines, and references that labels can be relative to: then the
+network predicts how far a program stays behind (CDMPP predicts the time itself). Features for the network say how the program
+fills the device; for compiled programs also how long loops take on the core (:mod:`cdmpp.program.codegen.loops`). A network
+that must carry over to new devices should not have to learn from a handful of them how a product of matrices is cut into tiles
+for their cores (NeuSight, Lee et al., ASPLOS'25, section 4).
 """
 
 from __future__ import annotations
@@ -26,56 +26,56 @@ FloatArray = NDArray[np.float64]
 
 #: No program takes less than this, whatever the bound says: the resolution of a kernel launch or function call.
 _MIN_S = 1e-8
-#: Cycles that a dependent floating-point operation waits for the one before: an addition as long as a multiply-add, so
-#: that a chain of sums takes the same time without fused multiply-adds (Fog, instruction tables: 4 for both on Skylake).
+#: Cycles that a dependent floating-point operation waits for the one before. Additions wait as long as multiply-adds, so
+#: a chain of sums takes the same time without fused multiply-adds (Fog, instruction tables: 4 for both on Skylake).
 _LATENCY_CYCLES = 4.0
-#: Operations of a GPU lane that an exponential, square root and the like takes.
+#: Operations of a GPU lane that one exponential, square root or the like takes.
 _SPECIAL_CYCLES = 12.0
-#: Cycles of the same on a CPU, where code calls the C library for one element at a time. Fitted: 3 to 12 rank alike.
+#: Cycles of such a function on a CPU: a call of the C library for each element. Fitted: 3 to 12 rank programs alike.
 _CALL_CYCLES = 6.0
-#: Cycles of a square root, which is an instruction, of one element at a time (Fog: 3 to 5).
+#: Cycles of a square root on a CPU, which is one instruction for each element (Fog: 3 to 5).
 _ROOT_CYCLES = 3.0
 #: Loads and stores a core starts per cycle.
 _MEMORY_PORTS = 2.0
-#: Instructions that wait in a core for their operands: dependent chains that are this short overlap.
+#: Instructions that can wait in a core for their operands: dependent chains no longer than this overlap.
 _WINDOW = 200.0
 #: Instructions a core starts per cycle.
 _ISSUE = 4.0
 #: Microarchitectures whose gathers microcode slows down against Gather Data Sampling (Intel, INTEL-SA-00828).
 SLOW_GATHER = frozenset({"skylake", "skylake-avx512", "coffeelake", "cometlake", "cascadelake", "icelake-server"})
-#: Cycles an element that a gather adds there. One takes 25, whatever its width (measured on a Cascade Lake at 2.5 GHz: 10 to
-#: 11 ns for 4, 8 and 16 elements). LLVM prefers those of 8, and makes some in half of the programs where
-#: :func:`_gathered` finds any (47 % of 24,001).
+#: Cycles per element that a gather adds on these. One gather takes 25, whatever its width (measured on a Cascade Lake at
+#: 2.5 GHz: 10 to 11 ns for 4, 8 and 16 elements). LLVM prefers gathers of 8 elements, and emits gathers in half of the programs
+#: where :func:`_gathered` finds any (47 % of 24,001).
 _GATHER_CYCLES = 25 / 8 / 2
 #: Lanes of the narrowest gather of float32.
 _GATHER_LANES = 4.0
-#: Loops up to this extent LLVM unrolls before it vectorises, and then takes the loop around them. Fitted: 4 to 100 do alike.
+#: LLVM unrolls loops up to this extent before it vectorises, then vectorises the loop around. Fitted: 4 to 100 are as good.
 _UNROLLED_EXTENT = 16.0
 #: Bytes per cycle and core from the second and the third cache level.
 _L2_BYTES, _L3_BYTES = 32.0, 8.0
-#: Cycles for a line that a cache's sets lost, and for a page that the TLB lacks: their scale.
+#: Cycles, to scale only, for a line that a cache lost to set conflicts, and for a page that the TLB lacks.
 _CROWDED_CYCLES, _PAGE_CYCLES = 5.0, 10.0
-#: Sets and ways of the first cache level of current CPUs. Misses of one set follow one another so many cycles apart on AMD's
-#: cores (a column of a matrix whose rows are 4 KB apart), which only shows where strides leave few sets.
+#: Sets and ways of the first cache level of current CPUs. On AMD's cores, misses of one set are ``_SET_CYCLES`` apart (such as
+#: in a column of a matrix whose rows are 4 KB apart), which only matters where strides use few sets, ``_FEW_SETS`` at most.
 _SETS, _WAYS, _SET_CYCLES, _FEW_SETS = 64, 8, 11.0, 4
-#: Cycles to hand a parallel loop nest to the threads of several cores and to wait for them, and how much longer each core takes
-#: while others work, too: on two cores of a Zen 5, a Zen 4 and a Cascade Lake 2,500, 2,650 and 2,300 cycles, and 4 %.
+#: Cycles to hand a parallel loop nest to the threads of several cores and to wait for them, and by what factor each core is
+#: slower while others work: on two cores of a Zen 5, a Zen 4 and a Cascade Lake 2,500, 2,650 and 2,300 cycles, and 4 %.
 _REGION_CYCLES, _TOGETHER = 2450.0, 1.04
-#: Where a specification has a gap.
+#: Used where a specification does not give the value.
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH_GB_S, _DEFAULT_PEAK_GFLOPS = 2000.0, 20.0, 50.0
-#: Microseconds of a GPU launch where the specification does not say.
+#: Microseconds of a GPU launch where the specification does not give it.
 _GPU_LAUNCH_US = 4.0
-#: Watts for each GFLOP/s and nanometre of the process that sustain the float32 peak: those of a Tesla V100 for PCIe (250 W,
+#: Watts per GFLOP/s and per nanometre of the process that sustain the float32 peak: those of a Tesla V100 for PCIe (250 W,
 #: 14,000 GFLOP/s, 12 nm), whose products of matrices run at its peak clock (Jia et al. 2018, Dissecting the NVIDIA Volta GPU
 #: architecture via microbenchmarking); a Tesla K40 (235 W, 5,040 GFLOP/s, 28 nm) would give 12 % more.
 _SUSTAINED_W = 250 / 14000 / 12
-#: Edge of a square output tile -> part of a core's peak that a product of matrices by such tiles reaches.
+#: Edge of a square output tile -> part of a core's peak that a product of matrices cut into such tiles reaches.
 _TILE_EFFICIENCY = {32: 0.4, 64: 0.7, 128: 0.9, 256: 0.95}
 
 _COLUMN = {name: i for i, name in enumerate(LEAF_FEATURES)}
 _EXTENT = [_COLUMN[f"loop{i}_extent"] for i in range(1, N_LOOPS + 1)]
 _REDUCTION = [_COLUMN[f"loop{i}_reduction"] for i in range(1, N_LOOPS + 1)]
-#: More than any program has top-level loop nests.
+#: Above the number of top-level loop nests of any program.
 _NESTS = 1 << 20
 _FP_OPS = ("fadd", "fmul", "fma", "fdiv", "fminmax")
 
@@ -90,15 +90,15 @@ def _column(leaves: NDArray[Any], name: str) -> FloatArray:
 
 @dataclass(frozen=True)
 class ProgramView:
-    """Numbers of n programs, each float64 or bool (n,). The *main leaf* is the one with the most operations.
+    """Sizes and properties of n programs, each float64 or bool (n,). The *main leaf* is the one with the most operations.
 
-    ``io_bytes`` are of inputs and outputs; what a program allocates in between may stay in a cache. Of the main leaf,
-    ``columns``, ``rows`` and ``batch`` are output loops (the innermost, the one around it, the product of the others; 1 where
-    there is none), ``depth`` is the product of its reduction loops, ``parallel`` its parallel iterations; ``regions`` are the
-    top-level loop nests that run in parallel. ``blocks``, ``threads`` and ``shared_bytes`` are of the largest GPU launch (1, 1
-    and 0 without). A program on a GPU that is not ``scheduled_for_gpu`` is run by a library. A ``contraction`` is a sum of
-    products: what matrix units do. A ``windowed`` program reduces over several loops, as a convolution does: libraries run one
-    product of matrices over all output points."""
+    ``io_bytes`` are of inputs and outputs; buffers that a program allocates in between may stay in a cache. Of the main leaf,
+    ``columns``, ``rows`` and ``batch`` are extents of output loops (the innermost, the one around it, the product of the
+    others; 1 where there is none), ``depth`` is the product of its reduction loops, ``parallel`` its parallel iterations.
+    ``regions`` is the number of top-level loop nests that run in parallel. ``blocks``, ``threads`` and ``shared_bytes`` are of
+    the largest GPU launch (1, 1 and 0 without). A program on a GPU that is not ``scheduled_for_gpu`` is run by a library. A
+    ``contraction`` is a sum of products, which matrix units compute. A ``windowed`` program reduces over several loops, as a
+    convolution does: libraries run it as one product of matrices over all output points."""
 
     flops: FloatArray
     io_bytes: FloatArray
@@ -117,17 +117,17 @@ class ProgramView:
 
     @property
     def outputs(self) -> FloatArray:
-        """Outputs of the main leaf."""
+        """Number of outputs of the main leaf."""
         return self.columns * self.rows * self.batch
 
     def tiles(self, edge: int) -> FloatArray:
-        """Square tiles of so many points an edge that cover the outputs."""
+        """Number of square tiles with an edge of this many points that cover the outputs."""
         by_loops = np.ceil(self.columns / edge) * np.ceil(self.rows / edge) * self.batch
         return np.where(self.windowed, np.ceil(self.outputs / edge**2), by_loops)
 
     @classmethod
     def of(cls, asts: Sequence[CompactAST]) -> ProgramView:
-        """Look at programs; each has at least one leaf."""
+        """The view of programs, each of which has at least one leaf."""
         lengths = np.asarray([ast.n_leaves for ast in asts])
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
         leaves = np.concatenate([ast.leaves for ast in asts]) if len(asts) else np.zeros((0, len(LEAF_FEATURES)))
@@ -168,15 +168,15 @@ class ProgramView:
         )
 
     def take(self, numbers: NDArray[np.int64]) -> ProgramView:
-        """The programs with these numbers."""
+        """The programs with these indices."""
         return ProgramView(**{field.name: getattr(self, field.name)[numbers] for field in fields(self)})
 
 
 def roofline_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | None = None) -> FloatArray:
     """Lower bound of each program's latency on a device, float64 seconds (n,), by Williams et al. (CACM 2009): floating-point
     operations over peak, or bytes of inputs and outputs over memory bandwidth, whichever is longer; plus the launch overhead,
-    where known. Bytes count only beyond the size of the last-level cache, as what fits may come from there. ``view`` is the
-    look at these programs, where there is one."""
+    where known. Only bytes beyond the size of the last-level cache count, as those that fit may come from there. ``view`` is
+    :meth:`ProgramView.of` these programs, if the caller has it."""
     view = ProgramView.of(asts) if view is None else view
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S)
     cache = 1024.0 * max(device.l3_kb or 0.0, device.l2_kb or 0.0)
@@ -187,8 +187,8 @@ def roofline_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | N
 
 
 def peak_flops(view: ProgramView, device: Device) -> FloatArray:
-    """float32 operations a second that the device could do of each program at most, (n,): those of its matrix units
-    where a GPU has such for float32 and a library runs a sum of products."""
+    """Peak of the device for each program in float32 operations per second, (n,): that of its matrix units where a GPU has
+    them for float32 and a library runs a sum of products."""
     peak = 1e9 * (device.peak_gflops.get("float32") or _DEFAULT_PEAK_GFLOPS)
     matrix = 1e9 * device.peak_gflops.get("float32_matrix", 0.0)
     by_library = (device.kind == "gpu") & ~view.scheduled_for_gpu & view.contraction
@@ -196,9 +196,9 @@ def peak_flops(view: ProgramView, device: Device) -> FloatArray:
 
 
 def power_headroom(device: Device) -> float | None:
-    """Power limit over the power that all lanes need at their peak clock, where both are known; below 1 the clock falls under
-    load. The energy of an operation is taken to be proportional to the feature size of the process, from a device that sustains
-    its peak."""
+    """Power limit over the power that all lanes need at their peak clock, None where unknown; below 1 the clock falls under
+    load. The energy of an operation is assumed to be proportional to the feature size of the process, with the ratio of a
+    device that sustains its peak."""
     peak = device.peak_gflops.get("float32")
     if not peak or not device.tdp_w or not device.process_nm:
         return None
@@ -208,12 +208,12 @@ def power_headroom(device: Device) -> float | None:
 def estimate_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | None = None) -> FloatArray:
     """Analytical estimate of each program's latency on a device, float64 seconds (n,).
 
-    On a CPU, and for a program that was scheduled for a GPU, the sum over its leaves. A leaf takes as long as its slowest
+    On a CPU, and for a program that was scheduled for a GPU, it is the sum over the leaves. A leaf takes as long as its slowest
     resource in the core (arithmetic, loads and stores, the chain of dependent updates) plus the lines that each cache level
-    moves for it, over the cores that its parallel loops keep busy; on a GPU the same with lanes in place of SIMD registers. A
-    program that a library runs on a GPU takes as long as its arithmetic in whole waves of tiles, or its inputs and outputs in
-    memory. Constants are of current hardware in general; it is meant to rank programs and to give their scale, not to be exact.
-    ``view`` as of :func:`roofline_s`."""
+    moves for it, divided by the cores that its parallel loops keep busy; on a GPU the same with lanes in place of SIMD
+    registers. A program that a library runs on a GPU takes as long as its arithmetic in whole waves of tiles or as its inputs
+    and outputs in memory, whichever is longer. The constants are typical of current hardware: the estimate is meant to rank
+    programs and to give their scale, not to be exact. ``view`` is as in :func:`roofline_s`."""
     view = ProgramView.of(asts) if view is None else view
     leaves, owner = _leaves_of(asts)
     seconds = _cpu_leaf_s(leaves, device) if device.kind == "cpu" else _gpu_leaf_s(leaves, device)
@@ -229,25 +229,25 @@ def estimate_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | N
 
 
 def _leaves_of(asts: Sequence[CompactAST]) -> tuple[FloatArray, NDArray[np.int64]]:
-    """Leaves of all programs, and the number of the program that each is of."""
+    """Leaves of all programs, and the index of the program that each belongs to."""
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
     return leaves, np.repeat(np.arange(len(asts)), [ast.n_leaves for ast in asts])
 
 
 def regions_s(view: ProgramView, device: Device) -> FloatArray:
-    """Seconds that starting and ending the parallel loop nests of programs takes on a CPU, (n,): none on one core."""
+    """Seconds that a CPU takes to start and end the parallel loop nests of each program, (n,): 0 on one core."""
     return view.regions * (_cores(device) > 1) * _REGION_CYCLES / (1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ))
 
 
 def are_shares(one: Device, other: Device) -> bool:
-    """Whether two devices are numbers of cores of one CPU, with the same code."""
+    """Whether two devices are the same CPU, each with some number of its cores, and run the same code."""
     return one.kind == "cpu" and bool(one.base) and (one.base, one.isa) == (other.base, other.isa)
 
 
 def share_ratio(asts: Sequence[CompactAST], measured_s: FloatArray, source: Device, target: Device) -> FloatArray:
-    """By what programs take longer on another number of cores of a CPU, (n,), that were measured to take so many seconds on
-    ``source``: parallel loops are dealt out in rounds and have to be started, other loops take the same. NaN where starting
-    them was more than a quarter of what was measured."""
+    """Latency on ``target`` over ``measured_s`` on ``source``, (n,), where both are numbers of cores of one CPU. Parallel
+    loops are dealt out to the cores in rounds and have to be started; other loops take the same time on both. NaN where
+    starting the parallel loops was more than a quarter of the measured latency."""
     view = ProgramView.of(asts)
     busy = []
     for device in (source, target):
@@ -282,7 +282,7 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     packed = np.maximum(column("fp_instructions_packed"), fp * column("iterations") * column("itemsize") / width)
     arithmetic = np.minimum(column(f"fp_instructions_{width}b"), packed)
     memory, index = column(f"mem_instructions_{width}b"), column("index_ops")
-    # Without fused multiply-adds each is two instructions, and the two-operand code of SSE copies a register besides.
+    # Without fused multiply-adds each is two instructions, and the two-operand code of SSE also copies a register.
     split = np.zeros(len(leaves)) if device.fma else arithmetic * column("op_fma") / np.maximum(fp, 1e-9)
     copies = split if width == SIMD_BYTES[0] else 0.0
     arithmetic = arithmetic + split
@@ -304,26 +304,26 @@ def _cpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     cores = _cores(device)
     parallel = np.maximum(column("parallel"), 1.0)
     busy = np.maximum(parallel / np.ceil(parallel / cores), 1.0)
-    # what is assumed is of one core: two get twice as much
+    # the default bandwidth is that of one core: two get twice as much
     per_cycle = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH_GB_S * busy) / clock
     cycles = core + l1 / _L2_BYTES + l2 / _L3_BYTES
     return (cycles / busy + l3 / per_cycle) / clock
 
 
 def _fetched(leaves: FloatArray, device: Device) -> tuple[FloatArray, FloatArray]:
-    """Bytes moved into the first and the second cache level of a CPU, whose sets strides may use unevenly, (leaves,) each."""
+    """Bytes moved into the first and the second cache level of a CPU, (leaves,) each; strides may use their sets unevenly."""
     l1 = np.maximum(_moved(leaves, device.l1_kb or 32), _column(leaves, "conflict_32kb"))
     return l1, np.maximum(_moved(leaves, device.l2_kb or 512), _column(leaves, "conflict_1mb"))
 
 
 def _set_cycles(leaves: FloatArray) -> FloatArray:
-    """Cycles that lines take which strides crowd into few sets of the first cache level, (leaves,)."""
+    """Cycles to fetch the lines that strides crowd into few sets of the first cache level, (leaves,)."""
     column, total = partial(_column, leaves), np.zeros(len(leaves))
     missed = np.maximum(column("conflict_32kb"), column("moved_32kb")) / _LINE
     for slot in (f"slot{i}_" for i in range(1, N_SLOTS + 1)):
         sets, lines, elements = np.ones((3, len(leaves)))
         few, fetched = np.full(len(leaves), np.inf), np.zeros(len(leaves))
-        for loop in (1, 2, 3):  # from the innermost one to where its lines exceed the ways of the sets that it touches
+        for loop in (1, 2, 3):  # outwards from the innermost, to the loop whose lines exceed the ways of the sets it touches
             extent = column(f"loop{loop}_extent")
             step = np.abs(column(f"{slot}stride_{loop}")) * column(slot + "itemsize")
             moves, far = (step > 0) & (extent > 1), step >= _LINE
@@ -339,7 +339,7 @@ def _set_cycles(leaves: FloatArray) -> FloatArray:
 
 
 def _memory_cycles(asts: Sequence[CompactAST], device: Device) -> FloatArray:
-    """What programs wait for by their loops and strides, whatever their code, (n, 5): in :data:`TIME_PARTS` before the last."""
+    """Parts ``l1_misses`` to ``few_sets`` of :data:`TIME_PARTS`, (n, 5), from loops and strides, whatever the code."""
     leaves, owner = _leaves_of(asts)
     l1, l2 = _fetched(leaves, device)
     crowded = np.maximum(_column(leaves, "conflict_1mb") - _column(leaves, "moved_512kb"), 0.0)
@@ -351,7 +351,7 @@ def _memory_cycles(asts: Sequence[CompactAST], device: Device) -> FloatArray:
 def _gathered(leaves: FloatArray) -> FloatArray:
     """Elements that a compiler may load with gathers, (leaves,).
 
-    LLVM vectorises an innermost loop that is no reduction also where accesses stride along it, if there are gathers."""
+    LLVM vectorises an innermost loop that is no reduction even if accesses stride along it, where the CPU has gathers."""
 
     column = partial(_column, leaves)
     second = (column("loop1_extent") <= _UNROLLED_EXTENT) & (column("loop1_extent") > 0)
@@ -376,7 +376,7 @@ def _gpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
     cores = _cores(device)
     blocks, threads = np.maximum(column("block_idx"), 1.0), np.maximum(column("thread_idx"), 1.0)
     lanes = device.lanes_per_core or 128.0
-    # Waves of blocks over the cores, and lanes that too small blocks leave idle.
+    # How full the waves of blocks over the cores are, and the lanes: blocks that are too small leave some idle.
     waves = blocks / (np.ceil(blocks / cores) * cores)
     filled = np.minimum(1.0, threads * np.maximum(1.0, blocks / cores) / lanes)
     flops = column("flops") + _SPECIAL_CYCLES * column("special")
@@ -385,12 +385,12 @@ def _gpu_leaf_s(leaves: FloatArray, device: Device) -> FloatArray:
 
 
 def _moved(leaves: FloatArray, kb: float) -> FloatArray:
-    """Bytes moved into a memory of some size: of the largest that the features give and that is not larger."""
+    """Bytes moved into a memory of ``kb`` KB: those of the largest capacity among the features that is not larger."""
     size = max(c for c in CAPACITIES if c <= max(kb * 1024, CAPACITIES[0]))
     return leaves[:, _COLUMN[f"moved_{size_name(size)}"]]
 
 
-#: What labels can be relative to.
+#: Reference latencies that labels can be relative to.
 REFERENCES: dict[str, Callable[[Sequence[CompactAST], Device], FloatArray]] = {
     "roofline": roofline_s,
     "estimate": estimate_s,
@@ -425,12 +425,12 @@ _PER_MILLE = 1e3
 _NS = 1e9
 #: Bytes of a cache line.
 _LINE = 64.0
-#: Bytes a nanosecond from memory to a CPU core, where it is not known.
+#: Bytes per nanosecond from memory to a CPU core, where the bandwidth is not known.
 _BANDWIDTH = 10.0
-#: Powers of two beyond this divisor make no difference to alignment.
+#: Alignment to powers of two above this one makes no difference.
 _MOST_ALIGNED = 256
 
-#: Names of the columns of :func:`pair_rows`, which :func:`_pairs_of` explains.
+#: Columns of :func:`pair_rows`; :func:`_pairs_of` shows how each is computed.
 PAIR_FEATURES: tuple[str, ...] = (
     "on_gpu", "by_library", "estimate_ns", "roofline_ns", "compute_ns", "power_ns", "memory_ns", "launch_ns", "intensity",
     "last_cache", "near_cache", "filled_lanes", "rows_per_core",
@@ -439,12 +439,12 @@ PAIR_FEATURES: tuple[str, ...] = (
     "columns_aligned", "rows_aligned", "depth_aligned", "columns", "rows", "batch", "depth",
 )  # fmt: skip
 
-#: What a network is given of a program on a GPU that it was never trained on: its shape, how it fills the GPU, and the
-#: analytical times; not what tells GPUs apart by themselves (see :data:`cdmpp.device.GENERAL_DEVICE_FEATURES`).
+#: Pair features that a network is given for a program on a GPU that it was never trained on: the program's shape, how it fills
+#: the GPU, and the analytical times; none that tells GPUs apart by itself (see :data:`cdmpp.device.GENERAL_DEVICE_FEATURES`).
 GENERAL_PAIR_FEATURES = frozenset(PAIR_FEATURES) - {
     "compute_ns", "power_ns", "memory_ns", "launch_ns", "headroom", "last_cache", "near_cache",
 }  # fmt: skip
-#: 1 for features that a network is given of a program on a GPU that it was never trained on, 0 for others.
+#: Mask over :data:`PAIR_FEATURES`: 1 for :data:`GENERAL_PAIR_FEATURES`, 0 for others.
 GENERAL_PAIRS = np.array([name in GENERAL_PAIR_FEATURES for name in PAIR_FEATURES], dtype=np.float32)
 
 
@@ -460,7 +460,7 @@ def _pairs_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -> 
     near = 1024 * (device.l2_kb or 0.0) * (cores if device.kind == "cpu" else 1.0)
     gpu = np.full(n, float(device.kind == "gpu"))
     rounds = np.ceil(view.parallel / cores)
-    resident = np.full(n, 32.0)  # GPU blocks that a core has at a time
+    resident = np.full(n, 32.0)  # GPU blocks on a core at the same time
     if device.max_threads_per_core:
         resident = np.minimum(resident, device.max_threads_per_core // np.maximum(view.threads, 1.0))
     if device.shared_kb:
@@ -479,7 +479,7 @@ def _pairs_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -> 
         "estimate_ns": _NS * estimate_s(asts, device, view),
         "roofline_ns": _NS * roofline_s(asts, device, view),
         "compute_ns": compute,
-        # floating-point operations over what the power limit sustains of the peak
+        # floating-point operations over the part of the peak that the power limit sustains
         "power_ns": compute / min(1.0, headroom) if headroom is not None else compute,
         "memory_ns": memory,
         "launch_ns": np.full(n, 1e3 * device.launch_overhead_us) if device.launch_overhead_us else nan,
@@ -490,7 +490,7 @@ def _pairs_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -> 
         "rows_per_core": _PER_MILLE * view.outputs / view.columns / cores,
         # 0 where nothing is bound to blocks or threads
         **{name: np.where(view.scheduled_for_gpu, values, 0.0) for name, values in blocks.items()},
-        # parallel iterations over what the cores take in rounds
+        # parallel iterations over those that the cores could run in as many rounds
         "balance": _PER_MILLE * view.parallel / (rounds * cores),
         "headroom": nan if headroom is None else np.full(n, _PER_MILLE * headroom),
         "columns_aligned": _power_of_two(view.columns),
@@ -504,14 +504,14 @@ def _pairs_of(view: ProgramView, asts: Sequence[CompactAST], device: Device) -> 
     for edge in TILES:
         tiles = view.tiles(edge)
         columns[f"waves_{edge}"] = _PER_MILLE * tiles / cores
-        # waves rounded up over themselves: cores idle in the last one
+        # whole waves over waves: cores idle in the last one
         columns[f"idle_{edge}"] = _PER_MILLE * np.ceil(tiles / cores) / (tiles / cores)
         columns[f"padding_{edge}"] = _PER_MILLE * tiles * edge**2 / view.outputs
     return np.stack([columns[name] for name in PAIR_FEATURES], axis=1)
 
 
 def _power_of_two(extent: FloatArray) -> FloatArray:
-    """Largest power of two that divides each extent, :data:`_MOST_ALIGNED` at most."""
+    """Largest power of two that divides each extent, at most :data:`_MOST_ALIGNED`."""
     whole = np.maximum(extent, 1).astype(np.int64)
     return np.minimum(whole & -whole, _MOST_ALIGNED).astype(np.float64)
 
@@ -519,8 +519,8 @@ def _power_of_two(extent: FloatArray) -> FloatArray:
 def pair_rows(
     asts: Sequence[CompactAST], devices: Sequence[Device], program: NDArray[np.int64], device: NDArray[np.int64]
 ) -> FloatArray:
-    """Raw features of pairs, float64 (n, len(PAIR_FEATURES)), >= 0, NaN where a device's specification does not say; of each
-    pair ``program`` and ``device``, int (n,), are the numbers in ``asts`` and in ``devices``."""
+    """Raw features of pairs, float64 (n, len(PAIR_FEATURES)), >= 0, NaN where a device's specification lacks a value.
+    ``program`` and ``device``, int (n,), give each pair's index in ``asts`` and in ``devices``."""
     out = np.empty((len(program), len(PAIR_FEATURES)))
     if not len(program):
         return out
@@ -532,14 +532,14 @@ def pair_rows(
     return out
 
 
-#: Nanoseconds that a compiled program takes on the device's core (:mod:`cdmpp.program.codegen.loops`): what bounds its loops,
-#: and of that units, front end, dependent instructions and lines from the second cache level by themselves; and lines from
-#: beyond the second and the last level, at the bandwidth of memory.
+#: Nanoseconds of a compiled program on the device's core (:mod:`cdmpp.program.codegen.loops`): in all, by what bounds a loop;
+#: of units, front end, dependent instructions, lines from the second cache level, calls and code between loops, each by itself;
+#: and of lines from beyond the second and the last level, at the bandwidth of memory.
 TIME_FEATURES: tuple[str, ...] = (
     "core_ns", "unit_ns", "front_ns", "chain_ns", "line_ns", "call_ns", "outside_ns", "beyond_l2_ns", "beyond_l3_ns",
 )  # fmt: skip
-#: Of a loop besides its own columns, a cycle: what its bounds are of the longest, what it works on, and its part of the
-#: program's cycles; bytes it touches of a fetched line; and how often it is entered.
+#: Features of a loop besides those of :data:`LOOP_FEATURES`: its bounds and its work per cycle that it takes, its part of the
+#: program's cycles, bytes that it touches per byte of fetched lines, and how often it is entered.
 _LOOP_RATIOS = (
     "units", "front", "chain", "instructions", "loaded", "stored", "gathers", "arithmetic", "l1_lines", "lines_1024k",
 )  # fmt: skip
@@ -547,30 +547,30 @@ LOOP_CODE_FEATURES: tuple[str, ...] = (
     *LOOP_FEATURES, *(f"{name}_per_cycle" for name in _LOOP_RATIOS), "part", "bytes_of_line", "entries",
 )  # fmt: skip
 _SHARES = tuple(kind for kind in KINDS if kind != "all")
-#: Of a whole program: counts, the times they take on the device, each time's part of the core's, and each kind's part of the
-#: instructions that run.
+#: Features of a whole compiled program: counts, its times on the device, each time as a part of ``core_ns``, and each
+#: instruction kind as a part of the instructions that run.
 CODE_FEATURES: tuple[str, ...] = (
     *CODEGEN_FEATURES[: -LOOPS * len(LOOP_FEATURES)],
     *TIME_FEATURES,
     *(f"{name}_part" for name in TIME_FEATURES[1:]),
     *(f"{kind}_part" for kind in _SHARES),
 )
-#: Parts that a program's time is the sum of, each times a ratio that the network learns: its longest loops and the others, code
-#: between loops, lines from beyond capacities (in cycles of one a line), loops entered, calls, by the AST lines that the first
-#: and the second cache level fetch, lines that a cache's sets lose, pages that the TLB lacks, misses of few sets, parallel
-#: loop nests.
+#: Parts whose sum is a program's time, each times a ratio that the network learns. From the compiled code: the longest loops,
+#: the others, code between loops, lines from beyond each capacity (one cycle per line), loops entered, calls. From the AST:
+#: lines that the first and the second cache level fetch, lines lost to set conflicts, pages that the TLB lacks, misses of few
+#: sets, parallel loop nests.
 TIME_PARTS: tuple[str, ...] = (
     *(f"loop{number}" for number in range(LOOPS)), "other_loops", "outside", *(f"lines_{kb}k" for kb in CACHE_KB),
     "loop_entries", "calls", "l1_misses", "l2_misses", "crowded_lines", "pages", "few_sets", "regions",
 )  # fmt: skip
-#: Logarithm of a part that a program has not, over the estimate.
+#: Logarithm of a part over the estimate where a program has no such part.
 ABSENT = -30.0
 
 
 class CodeRows(NamedTuple):
-    """What a network is given of n compiled programs, float64, all NaN where nothing is known: numbers of the whole (n,
-    len(CODE_FEATURES)) and of the longest loops (n, LOOPS, len(LOOP_CODE_FEATURES)), and the logarithms of the parts of the
-    time over the analytical estimate of the program, (n, len(TIME_PARTS)), :data:`ABSENT` where there is nothing of a part."""
+    """Raw features of n compiled programs, float64, all NaN where unknown: of the whole program (n, len(CODE_FEATURES)), of its
+    longest loops (n, LOOPS, len(LOOP_CODE_FEATURES)), and the logarithms of the parts of its time over its analytical estimate,
+    (n, len(TIME_PARTS)), :data:`ABSENT` for a part that it does not have."""
 
     program: FloatArray
     loops: FloatArray
@@ -584,7 +584,7 @@ def code_rows(
     program: NDArray[np.int64],
     device: NDArray[np.int64],
 ) -> CodeRows:
-    """Of ``counts``, (n, len(CODEGEN_FEATURES)), rows of NaN where unknown; pairs as of :func:`pair_rows`."""
+    """Code features of pairs, given as in :func:`pair_rows`, from ``counts``, (n, len(CODEGEN_FEATURES)), NaN if unknown."""
     shapes = ((len(CODE_FEATURES),), (LOOPS, len(LOOP_CODE_FEATURES)), (len(TIME_PARTS),))
     rows = CodeRows(*(np.full((len(program), *shape), np.nan) for shape in shapes))
     known = ~np.isnan(counts[:, 0])
@@ -613,7 +613,7 @@ def _code_of(
     of = {
         name: counts[:, CODEGEN_FEATURES.index(name)] for name in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))
     }
-    # counted is what one thread would run: several share it in rounds
+    # counts are those of a single thread: several share the work in rounds
     share = np.ceil(view.parallel / _cores(device)) / view.parallel
     ns_per_cycle = share * 1e3 / (device.working_mhz or 2500.0)
     ns: dict[str, NDArray[np.floating]] = {
@@ -636,7 +636,7 @@ def _code_of(
     of_core = _PER_MILLE * taken[:, 1:] / np.maximum(taken[:, :1], 1e-2)
     run = np.stack([of[f"run_{kind}"] for kind in _SHARES], axis=1) / np.maximum(of["run_all"], 1.0)[:, None]
     others = np.maximum(of["core_cycles"] - of["outside_cycles"] - longest.sum(axis=1), 0.0)
-    # vectorised along other loops than the strided one, code touches a line with fewer instructions
+    # code that is vectorised along another loop than the strided one touches a line with fewer instructions
     accesses = sum(of[f"run_{kind}"] for kind in KINDS if kind.startswith(("load_", "store_")))
     rest = [
         others,

@@ -30,10 +30,10 @@ from cdmpp.program.types import Program, Task
 if TYPE_CHECKING:
     from cdmpp.predictor.data import TrainingData
 
-#: Coverage of the intervals given with predictions.
+#: Default coverage of prediction intervals.
 COVERAGE = 0.9
 
-#: How far programs are alike in what corrections add for them, in what an embedding can span.
+#: How near embeddings must be for corrections to treat programs alike (:func:`waves`), in units of the root of their width.
 _REACH = 0.35
 _DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
 
@@ -42,7 +42,7 @@ Resolver = Callable[[Program], Any]
 
 
 class Pairs(NamedTuple):
-    """``asts[i]`` on ``devices[device_index[i]]``, int64 (n,), and what is known of them besides."""
+    """Programs on devices, ``asts[i]`` on ``devices[device_index[i]]``, int64 (n,), and the evidence about them."""
 
     asts: Sequence[CompactAST]
     devices: Sequence[str | Device]
@@ -51,7 +51,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def of(cls, asts: Sequence[CompactAST], device: str | Device, evidence: Evidence = NO_EVIDENCE) -> Pairs:
-        """Programs on one device."""
+        """Pairs of programs with one device."""
         return cls(asts, [device], np.zeros(len(asts), dtype=np.int64), evidence)
 
 
@@ -59,12 +59,12 @@ class Pairs(NamedTuple):
 class Predictor:
     """A trained latency model. Make one with :func:`cdmpp.predictor.train`, :meth:`load` or :meth:`default`.
 
-    ``devices`` (raw features) and ``specs`` are those of training, by name; ``training`` sums up its data and run (JSON
-    values). What :meth:`predict_interval` and :meth:`unfamiliar` need may be None: ``familiarity``, and a calibration for each
-    kind of evidence (none, compiled code, latencies on other devices, which ``scaling`` scales). ``corrections``
-    (:mod:`cdmpp.predictor.correction`) are what measurements told a trained network: by device, and by whether the compiled
-    code is known (``compiled``) or not (``ast``). ``members`` are networks of other seeds: where the compiled code is known,
-    the logarithms of all predictions are averaged; else ``network`` answers alone, in a part of the time."""
+    ``devices`` (raw features) and ``specs`` describe the training devices by name; ``training`` summarises the training data
+    and run (JSON values). :meth:`predict_interval` needs a calibration for each kind of evidence (none, compiled code,
+    latencies on other devices, which ``scaling`` scales), :meth:`unfamiliar` needs ``familiarity``; all of these may be None.
+    ``corrections`` (:mod:`cdmpp.predictor.correction`) are fitted to measurements after training: by device, and by whether
+    the compiled code is known (``compiled``) or not (``ast``). ``members`` are networks trained with other seeds: if the code
+    is known, the logarithms of all predictions are averaged; else ``network`` predicts alone, in a fraction of the time."""
 
     network: LatencyNetwork = field(repr=False)
     encoder: FeatureEncoder = field(repr=False)
@@ -93,18 +93,18 @@ class Predictor:
 
         Each of ``programs`` is a CompactAST, a TIR PrimFunc or IRModule, a :class:`~cdmpp.program.types.Task` (as it
         is, unscheduled) or, with a ``resolver`` (such as ``cdmpp.predictor.program_resolver(dataset)``), a
-        :class:`~cdmpp.program.types.Program`. Devices that were not seen in training are extrapolated to. A table
-        (:func:`cdmpp.program.operators.operator_table`) is of library operators, which the operator model that ships answers.
+        :class:`~cdmpp.program.types.Program`. Predictions for a device not seen in training are extrapolations. A table
+        (:func:`cdmpp.program.operators.operator_table`) of library operators is predicted by the operator model that ships.
 
-        With ``compiled`` the programs are compiled for the device's target, on this machine and without running them,
-        and the network is given their instructions: more accurate, at the price of a compilation each; x86 CPUs only. A
-        program that does not compile is predicted without. ``measured`` is what the programs took on other devices of
-        the same kind (CPU, GPU): a device -> seconds, float or (n,), NaN where unknown; they are scaled and weighed in
-        (:mod:`cdmpp.predictor.evidence`). Not both.
+        With ``compiled`` the programs are compiled for the device's target, on this machine and without being run, and the
+        network also gets their instruction counts. This is more accurate and costs one compilation per program; x86 CPUs only.
+        A program that does not compile is predicted without its code. ``measured`` holds latencies of the programs on other
+        devices of the same kind (CPU, GPU): device -> seconds, float or (n,), NaN where unknown. They are scaled to this device
+        and averaged with the prediction (:mod:`cdmpp.predictor.evidence`). ``compiled`` and ``measured`` cannot be combined.
 
-        UnknownDeviceError: no such device. ProgramError: a program has no computation or cannot be read; ``compiled`` with an
-        AST or a device that is no x86 CPU. PredictorError: a Program without a resolver; evidence that the predictor cannot
-        take, or that is none."""
+        UnknownDeviceError: there is no such device. ProgramError: a program has no computation or cannot be read; ``compiled``
+        with an AST or for a device that is not an x86 CPU. PredictorError: a Program without a resolver; evidence that is
+        invalid or that this predictor cannot use."""
         if isinstance(programs, pd.DataFrame):
             return _of_operators(programs, device, compiled or measured)[0]
         items, many = _resolved(programs, resolver)
@@ -121,8 +121,8 @@ class Predictor:
         measured: Mapping[str, ArrayLike] | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Evidence:
-        """What ``predict(programs, device, compiled=..., measured=...)`` uses besides the ASTs; errors as there.
-        ``progress`` is told how many of all programs are compiled."""
+        """The evidence that ``predict(programs, device, compiled=..., measured=...)`` uses besides the ASTs; same errors.
+        ``progress`` is called with the number of programs compiled so far and the number of all programs."""
         check_one_kind(compiled, measured is not None)
         if compiled:
             from cdmpp.program.codegen.counts import instruction_counts
@@ -149,16 +149,16 @@ class Predictor:
         return Evidence(elsewhere=elsewhere)
 
     def reads_code_of(self, device: Device) -> bool:
-        """Whether compiled code helps it on a device: it was trained with instruction counts, and the device's are counted."""
+        """Whether compiled code can be used on a device: training had instruction counts, and the device's can be counted."""
         return bool(self.encoder.code_dim) and is_counted(device)
 
     def check_takes_code(self) -> None:
-        """PredictorError unless the network was trained with instruction counts."""
+        """Raise PredictorError unless the network was trained with instruction counts."""
         if not self.encoder.code_dim:
             raise PredictorError("this predictor was trained without instruction counts (model.compiled)")
 
     def check_scales(self) -> None:
-        """PredictorError unless the predictor can scale latencies measured on other devices."""
+        """Raise PredictorError unless the predictor can scale latencies measured on other devices."""
         if self.scaling is None:
             raise PredictorError("this predictor was not taught to scale measured latencies: train it again")
 
@@ -171,12 +171,12 @@ class Predictor:
         compiled: bool = False,
         measured: Mapping[str, ArrayLike] | None = None,
     ) -> tuple[Any, Any]:
-        """Lowest and highest latency in seconds that the measurement of a program falls between with probability ``coverage``:
+        """Lower and upper latency in seconds between which a program's measured latency lies with probability ``coverage``:
         floats for one program, float64 arrays (n,) for a list. The prediction is their geometric middle.
 
-        Split conformal: :mod:`cdmpp.predictor.uncertainty` says what is guaranteed and when it is not. Arguments and errors as
-        of :meth:`predict`, and a PredictorError where the predictor was not calibrated, or on too few tasks for this coverage.
-        """
+        These are split conformal intervals: :mod:`cdmpp.predictor.uncertainty` says what is guaranteed and when it is not.
+        Arguments and errors are those of :meth:`predict`; also PredictorError if the predictor was not calibrated, or was
+        calibrated on too few tasks for this coverage."""
         check_coverage(coverage)
         if isinstance(programs, pd.DataFrame):
             return _of_operators(programs, device, compiled or measured or coverage != COVERAGE)[1:]
@@ -194,29 +194,29 @@ class Predictor:
     def calibration_of(
         self, evidence: Evidence = NO_EVIDENCE, device: str | Device | None = None
     ) -> Calibration | None:
-        """The calibration of predictions that use this kind of evidence (for a device); None where there is none."""
+        """The calibration of predictions that use this kind of evidence (adapted to a ``device``); None if there is none."""
         known = self.calibration if evidence.code is None else self.compiled_calibration
         if evidence.elsewhere is not None:
             known = self.measured_calibration
         return known if known is None or device is None else known.for_device(self.device(device), self.specs)
 
     def difficulty(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
-        """How many times as wide as usual the intervals of pairs are, float64 (n,); ``arrays`` where they are encoded."""
+        """Factor on the width of each pair's interval, 1 is usual, float64 (n,); ``arrays`` are the encoded pairs, if known."""
         calibration = self.calibration_of(pairs.evidence)
         if calibration is None or calibration.difficulty is None:
             return np.ones(len(pairs.asts))
         return calibration.difficulty.of(self.difficulty_inputs(pairs, arrays))
 
     def difficulty_inputs(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
-        """What tells how far off predictions are expected to be, float64 (n, d)."""
+        """Features from which the expected error of each prediction is estimated, float64 (n, d)."""
         return np.concatenate(
             correction_inputs(self.network, self._encoded(pairs) if arrays is None else arrays), axis=1
         )
 
     def unfamiliar(self, programs: Any, device: str | Device) -> Any:
         """Whether programs on a device are far from the training data (:mod:`cdmpp.predictor.uncertainty`): a bool for one
-        program, a bool array (n,) for a list. Arguments and errors as of :meth:`predict`; a PredictorError where the predictor
-        was saved without what this needs."""
+        program, a bool array (n,) for a list. Arguments and errors are those of :meth:`predict`; also PredictorError if the
+        predictor was saved without ``familiarity``."""
         if self.familiarity is None:
             raise PredictorError("this predictor does not know how far its training data reach: train it again")
         items, many = _resolved(programs, None)
@@ -236,15 +236,15 @@ class Predictor:
         return self.predict_pairs(self.pairs_of_rows(data, rows, evidence))
 
     def pairs_of_rows(self, data: TrainingData, rows: NDArray[np.int64], evidence: Evidence = NO_EVIDENCE) -> Pairs:
-        """These rows (n,) of a label table."""
+        """The pairs of these rows (n,) of a label table."""
         table = data.labels.iloc[rows]
         names, index = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
         devices = [self.as_in_training(data.devices[name]) for name in names]
         return Pairs([data.asts[p] for p in table["program"]], devices, index, evidence)
 
     def predict_pairs(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
-        """Latencies in seconds, float64 (n,); ``arrays`` where they are encoded. A predictor that takes no instruction counts
-        ignores them."""
+        """Latencies of pairs in seconds, float64 (n,); ``arrays`` are the encoded pairs, if known. A predictor trained without
+        instruction counts ignores them."""
         asts, devices, device_index, evidence = pairs
         arrays = self._encoded(pairs) if arrays is None else arrays
         has_code = arrays.has_code.numpy()
@@ -263,7 +263,7 @@ class Predictor:
     def _combined(
         self, pairs: Pairs, predicted_s: NDArray[np.float64], elsewhere: Sequence[tuple[Device, NDArray[np.float64]]]
     ) -> NDArray[np.float64]:
-        """Predictions of pairs combined with what was measured elsewhere (:mod:`cdmpp.predictor.evidence`)."""
+        """Predictions of pairs combined with latencies measured on other devices (:mod:`cdmpp.predictor.evidence`)."""
         self.check_scales()
         assert self.scaling is not None
         asts, devices, device_index, _ = pairs
@@ -299,13 +299,13 @@ class Predictor:
         return combined
 
     def as_in_training(self, device: Device) -> str | Device:
-        """A device by its name where that means its features of training; a reference latency needs its specification."""
+        """A training device's name, which selects its training features, else the device: relative labels need its facts."""
         return device.name if device.name in self.devices and not self.transform.relative else device
 
     def corrected(
         self, names: Sequence[str], arrays: PairArrays, embeddings: NDArray[np.float64] | None = None
     ) -> NDArray[np.float64]:
-        """What corrections add to the logarithms of pairs on devices of these names, (n,); ``embeddings`` (n, h) if known."""
+        """What corrections add to log latencies of pairs on devices of these names, (n,); ``embeddings`` (n, h) if known."""
         logs = np.zeros(len(arrays))
         if not any(name in self.corrections for name in names):
             return logs
@@ -320,14 +320,14 @@ class Predictor:
     def correction_inputs(
         self, arrays: PairArrays, embeddings: NDArray[np.float64] | None = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What corrections go with: features (n, r), and embeddings, in units of about 1 together, with waves over them, which
-        tell the like of what was measured from the rest (n, h + WAVES)."""
+        """Inputs of corrections: features (n, r), and embeddings with waves over them (n, h + WAVES), each scaled to a norm of
+        about 1. The waves tell programs similar to the measured ones from the rest."""
         known, seen = correction_inputs(self.network, arrays, embeddings)
         units = math.sqrt(seen.shape[1] / 3), math.sqrt(WAVES / 2)
         return known, np.concatenate([seen / units[0], waves(seen, _REACH) / units[1]], axis=1)
 
     def encode_devices(self, devices: Sequence[str | Device]) -> NDArray[np.float32]:
-        """Devices as the network takes them, float32 (m, device_dim)."""
+        """Devices encoded for the network, float32 (m, device_dim)."""
         encoded = self.encoder.encode_devices(np.stack([self.device_vector(device) for device in devices]))
         unseen = [i for i, device in enumerate(devices) if self.uses_general_features_only(device)]
         encoded[unseen] = self.encoder.general_devices(encoded[unseen])
@@ -343,7 +343,7 @@ class Predictor:
         device_index: NDArray[np.int64],
         counts: NDArray[np.float32] | None = None,
     ) -> PairArrays:
-        """``asts[i]`` on ``devices[device_index[i]]`` as the network takes them; ``counts`` are instruction counts,
+        """``asts[i]`` on ``devices[device_index[i]]`` encoded for the network; ``counts`` are instruction counts,
         (n, len(CODEGEN_FEATURES)), rows of NaN where unknown."""
         encoder, program = self.encoder, np.arange(len(asts))
         known = [self.device(device) for device in devices]
@@ -358,15 +358,15 @@ class Predictor:
         return arrays
 
     def uses_general_features_only(self, device: str | Device) -> bool:
-        """Whether the network is given only the features that carry over to GPUs it was not trained on."""
+        """Whether the network gets only the features that carry over to GPUs it was not trained on."""
         if not self.network.config.general_part:
             return False
         found = self.device(device)
         return found.name not in self.devices and found.kind == "gpu"
 
     def device(self, device: str | Device) -> Device:
-        """A device by its name: as in training where it was seen, else of the device table; PredictorError where it is not
-        the device that had its name in training."""
+        """The specification of a device: by name that of training if there is one, else that of the device table.
+        PredictorError: the device differs from the one that had its name in training."""
         if isinstance(device, str) and device in self.specs:
             return self.specs[device]
         found = get_device(device)
@@ -379,7 +379,7 @@ class Predictor:
         return known if known is not None and isinstance(device, str) else found
 
     def device_vector(self, device: str | Device) -> NDArray[np.float64]:
-        """Raw features of a device: as in training where its name was seen, else of its specification."""
+        """Raw features of a device: those of training for the name of a training device, else those of its specification."""
         if isinstance(device, str) and device in self.devices:
             return self.devices[device]
         return np.asarray(device_features(self.device(device)), dtype=np.float64)
@@ -390,13 +390,13 @@ class Predictor:
 
     @classmethod
     def load(cls, folder: str | Path) -> Predictor:
-        """Load a predictor folder, or the run folder that holds one; FeatureMismatchError where it was trained on another
-        feature set than this cdmpp computes, PredictorError where it is missing, damaged, incomplete or of another version."""
+        """Load a predictor folder, or the run folder that holds one. FeatureMismatchError: it was trained on another feature
+        set than this cdmpp computes. PredictorError: it is missing, damaged, incomplete or of another version."""
         return cls(**load_fields(Path(folder)))
 
     @classmethod
     def default(cls) -> Predictor:
-        """The predictor that ships with cdmpp; PredictorError where this installation has none."""
+        """The predictor that ships with cdmpp; PredictorError if this installation has none."""
         if not _DEFAULT_FOLDER.is_dir():
             raise PredictorError(
                 f"this installation ships no default predictor (expected in {_DEFAULT_FOLDER}); "
@@ -413,7 +413,7 @@ def predict(
     compiled: bool = False,
     measured: Mapping[str, ArrayLike] | None = None,
 ) -> Any:
-    """:meth:`Predictor.predict` with the predictor that ships (``"default"``), or another, or its folder."""
+    """:meth:`Predictor.predict` of a given predictor, of one in a folder, or of the one that ships (``"default"``)."""
     return load_predictor(predictor).predict(programs, device, compiled=compiled, measured=measured)
 
 
@@ -425,9 +425,9 @@ def predict_program_file(
     compiled: bool = False,
     measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Predicted latency of one program (:func:`load_program`); ``compiled`` and ``measured`` as of :meth:`Predictor.predict`.
-    ``low_s``, ``high_s`` and ``unfamiliar`` are None where the predictor cannot tell; ``note`` says what the prediction
-    needs."""
+    """Predicted latency of one program (:func:`load_program`); ``compiled`` and ``measured`` as in :meth:`Predictor.predict`.
+    ``low_s``, ``high_s`` and ``unfamiliar`` are None if the predictor lacks what they need; ``note`` is
+    :func:`prediction_note`."""
     program = load_program(path)
     resolved = get_device(device)
     ast = compact_asts([program])[0]
@@ -449,7 +449,7 @@ def predict_program_file(
 
 
 def load_program(path: str | Path) -> Any:
-    """A PrimFunc or IRModule from TVM's JSON (ProgramError: the file is missing, or no such JSON)."""
+    """Read a PrimFunc or IRModule from a file of TVM's JSON (ProgramError: the file is missing, or is not such JSON)."""
     tvm = import_tvm()
     with raised_as(ProgramError, f"cannot read {path}"):
         text = read_text(path)
@@ -465,7 +465,7 @@ def load_program(path: str | Path) -> Any:
 def seconds_interval(
     predictor: Predictor, ast: CompactAST, latency_s: float, device: Device, evidence: Evidence
 ) -> tuple[float, float] | tuple[None, None]:
-    """Lowest and highest seconds, None where the predictor cannot say (:func:`prediction_note` says why)."""
+    """Interval of a latency in seconds; two None if the predictor has none (:func:`prediction_note` says why)."""
     calibration = predictor.calibration_of(evidence, device)
     if calibration is None or not calibration.supports(COVERAGE):
         return None, None
@@ -475,7 +475,7 @@ def seconds_interval(
 
 
 def prediction_note(predictor: Predictor, device: Device) -> str:
-    """What to keep in mind about predictions on a device."""
+    """Caveats about predictions and intervals on a device, empty if there are none."""
     notes = []
     seen = device.name in predictor.devices
     if not seen:
@@ -493,7 +493,7 @@ def prediction_note(predictor: Predictor, device: Device) -> str:
 
 
 def load_predictor(predictor: Predictor | str | Path) -> Predictor:
-    """A predictor as it is, read from its folder, or the one that ships (``"default"``)."""
+    """A predictor: the given one, one read from a folder, or the one that ships (``"default"``)."""
     if isinstance(predictor, Predictor):
         return predictor
     return Predictor.default() if predictor == "default" else Predictor.load(predictor)
@@ -506,7 +506,7 @@ def _as_asts(items: Sequence[Any]) -> list[CompactAST]:
 
 
 def _checked_seconds(values: ArrayLike, n: int, device: str) -> NDArray[np.float64]:
-    """float64 (n,); PredictorError for what are no latencies."""
+    """Latencies as float64 (n,), NaN where unknown. Raises PredictorError if a value is not a latency."""
     seconds = np.atleast_1d(np.asarray(values, dtype=np.float64))
     if seconds.shape != (n,) or (seconds[~np.isnan(seconds)] <= 0).any() or np.isinf(seconds).any():
         raise PredictorError(f"latencies measured on {device}: expected {n} seconds above 0, NaN where there are none")
@@ -522,7 +522,7 @@ def _of_operators(table: pd.DataFrame, device: str | Device, more: Any) -> tuple
 
 
 def _resolved(programs: Any, resolver: Resolver | None) -> tuple[list[Any], bool]:
-    """ASTs, or what some can be made of, and whether a list was given."""
+    """The programs as ASTs, PrimFuncs or IRModules, and whether a list was given."""
     many = isinstance(programs, list | tuple)
     items = []
     for program in programs if many else [programs]:

@@ -1,9 +1,9 @@
-"""Several processes that train one network, each with its part of every batch: what torchrun starts.
+"""Training of one network by several processes that torchrun started, each with its part of every batch.
 
 The loss of a step is that of the whole batch: embeddings and labels of all rows are gathered, and every process computes the
-whole loss, which it differentiates with respect to its own rows. The sum of the processes' gradients is then that of one
-process, also for what couples the rows of a batch: CMD, means over the rows that have instruction counts. What is sent a
-step is the gradient, and some hundred numbers a row. Only drop-out differs from one process.
+whole loss, but differentiates it with respect to its own rows only. The sum of the processes' gradients is then the gradient
+of a single process, also for terms that couple the rows of a batch: CMD, and means over the rows that have instruction counts.
+Each step sends the gradient and some hundred numbers per row. Only drop-out differs from training in one process.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from numpy.typing import NDArray
 
 from cdmpp.errors import PredictorError, reason
 
-#: The first process may compute features for hours while the others wait; a process that dies is noticed at once.
+#: Long, as the first process may compute features for hours while the others wait; a process that dies is noticed at once.
 _TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """``count`` processes of which this is number ``rank``, on the torch device ``where``."""
+    """A group of ``count`` processes, of which this is number ``rank``, on the torch device ``where``."""
 
     where: torch.device
     rank: int = 0
     count: int = 1
 
     def part(self, n: int) -> NDArray[np.int64]:
-        """Which of a batch's ``n`` rows are this process's, at least one: where there are fewer rows than processes, some
-        compute one that does not count."""
+        """Indices of this process's rows among the ``n`` rows of a batch, at least one: with fewer rows than processes, some
+        processes compute a row that does not count."""
         return np.arange(self.rank, n, self.count) if self.rank < n else np.zeros(1, np.int64)
 
     def gathered(self, mine: torch.Tensor, n: int, of: torch.Tensor | None = None) -> torch.Tensor:
-        """Float32 values of all ``n`` rows of a batch, those of this process (k, ...) with their gradient; ``of``, bool (n,),
-        where only these rows have values."""
+        """Float32 values of all ``n`` rows of a batch, with gradients for ``mine`` (k, ...), the rows of this process. If only
+        some rows have values, ``of``, bool (n,), marks them, and only theirs are returned."""
         mine = mine.float()
         if self.count == 1:
             return mine
@@ -56,7 +56,7 @@ class Processes:
         return placed + others
 
     def add_gradients(self, network: torch.nn.Module) -> None:
-        """Replace the gradients of a network by their sum over the processes."""
+        """Replace a network's gradients by their sum over the processes."""
         if self.count > 1:
             gradients = [p.grad for p in network.parameters() if p.grad is not None]
             flat = torch.cat([g.flatten() for g in gradients])
@@ -65,7 +65,7 @@ class Processes:
                 gradient.copy_(summed.view_as(gradient))
 
     def check_same(self, what: str, value: int) -> None:
-        """PredictorError unless ``value``, below 2**63, is the same in all processes."""
+        """Raise PredictorError unless ``value``, below 2**63, is the same in all processes."""
         if self.count > 1:
             bounds = torch.tensor([value, -value], device=self.where)
             self._together(dist.all_reduce, bounds, dist.ReduceOp.MAX)
@@ -74,7 +74,7 @@ class Processes:
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """The first process goes through this before the others do: it fills caches that they read."""
+        """The first process runs the block before the others do, and fills caches that they read."""
         if self.count > 1 and self.rank > 0:
             self._wait()
         yield
@@ -92,8 +92,8 @@ class Processes:
 
 
 def pick_device(name: str) -> torch.device:
-    """``cpu``, ``cuda`` or ``auto`` -> a torch device, under torchrun one a process; PredictorError where CUDA is asked for
-    and missing."""
+    """``cpu``, ``cuda`` or ``auto`` -> a torch device, under torchrun a different GPU for each process of a machine. Raises
+    PredictorError if CUDA is asked for but missing, or if there are fewer GPUs than processes."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and not available:
         raise PredictorError("train.device is cuda, but torch sees no CUDA device; use cpu or auto")
@@ -109,8 +109,8 @@ def pick_device(name: str) -> torch.device:
 
 @contextmanager
 def torchrun_processes(device: str, batch_size: int) -> Iterator[Processes]:
-    """The processes that torchrun started, joined by NCCL on GPUs and gloo on CPUs; without torchrun, this one. ``device`` as
-    :func:`pick_device` takes it. PredictorError: batches of fewer rows than there are processes."""
+    """The processes that torchrun started, joined by NCCL on GPUs and gloo on CPUs; without torchrun, this one alone.
+    ``device`` is as in :func:`pick_device`. Raises PredictorError if a batch has fewer rows than there are processes."""
     where = pick_device(device)
     if not dist.is_torchelastic_launched():
         yield Processes(where)

@@ -1,7 +1,7 @@
-"""Hyper-parameter search with Optuna: TPE, median pruning, resumable; judged by the validation part alone, ours with
-instruction counts by the geometric mean of its errors without and with them. Every model has a space of its own; the same
-number of trials for each is what "tuned with equal effort" means. The search folder holds ``search.db`` (Optuna's storage),
-``summary.json`` (every trial) and ``best.yaml``, both written anew after every trial."""
+"""Resumable hyper-parameter search with Optuna: TPE and median pruning. Trials are judged by their error on the validation part
+alone; for ours with instruction counts, by the geometric mean of its errors without and with them. Every model has its own
+search space; "tuned with equal effort" means the same number of trials for each. The search folder holds Optuna's storage,
+``search.db``, and ``summary.json`` (every trial) and ``best.yaml``, which are rewritten after every trial."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ _SPACES = shipped_table("predictor/search.yaml")
 #: Models that have a search space.
 SEARCHED_MODELS: tuple[str, ...] = tuple(_SPACES)
 
-#: Trials drawn at random before TPE takes over, and trials that must have reached an epoch before one is pruned there.
+#: Trials drawn at random before TPE takes over, and trials that must be complete before any is pruned.
 _RANDOM_TRIALS = 10
 _UNPRUNED_TRIALS = 5
 
-#: Part of the epochs in which no trial is pruned: warm-up says little about where a trial ends.
+#: First part of the epochs, in which no trial is pruned: warm-up says little about how a trial ends.
 _UNPRUNED_EPOCHS = 0.2
 
-#: Called with a trial's line of the summary when the trial ends.
+#: Called with a trial's line of the summary at the end of the trial.
 TrialCallback = Callable[[dict[str, Any]], None]
 
 
 def search_space(model: str) -> dict[str, BaseDistribution]:
-    """Dotted option -> distribution: keys of the configuration for ``ours``, else arguments of
-    :func:`cdmpp.predictor.baselines.make_model`. PredictorError: no such model in :data:`SEARCHED_MODELS`, no Optuna."""
+    """The search space of a model, dotted option -> distribution. Options are keys of the configuration for ``ours``, else
+    arguments of :func:`cdmpp.predictor.baselines.make_model`. PredictorError: not in :data:`SEARCHED_MODELS`, or no Optuna."""
     try:
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
     except ImportError as err:
@@ -70,8 +70,8 @@ def search_space(model: str) -> dict[str, BaseDistribution]:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found: the content of ``summary.json``, and the best values as arguments of
-    :func:`cdmpp.predictor.baselines.make_model`, ``name`` and ``seed`` included."""
+    """Result of a search: the content of ``summary.json``, and the best values as arguments of
+    :func:`cdmpp.predictor.baselines.make_model`, including ``name`` and ``seed``."""
 
     summary: dict[str, Any]
     best: dict[str, Any]
@@ -88,12 +88,12 @@ def search(
 ) -> SearchResult:
     """Search for the hyper-parameters with the lowest MAPE on the validation part; labels of the test part are blanked first.
 
-    The first trial is the model as it is (ours: the configuration), so that what is found is no worse; what lies outside of the
-    space is drawn in its place. What is not searched is that of ``config``. ``trials`` are all of them, those of resumed
-    searches, pruned and failed ones included, but not one that was cut short; with ``resume`` a search in ``out`` is continued.
+    The first trial has the model's defaults (ours: the configuration), so that the result is no worse; a value outside the
+    search space is replaced by a drawn one. Options that are not searched are those of ``config``. ``trials`` is the total, of
+    earlier runs and pruned and failed ones too, but not interrupted ones. With ``resume``, a search in ``out`` is continued.
 
-    PredictorError: ``out`` holds a search and ``resume`` is off, or one of another model, configuration or other records; no
-    trial succeeded; Optuna is not installed. DatasetError, SplitError: no records; a split that cannot be made."""
+    Raises PredictorError if ``out`` holds a search and ``resume`` is off, or one of another model, configuration or records, if
+    no trial succeeded, or without Optuna. DatasetError or SplitError: no records, or a split that cannot be made."""
     if trials < 1:
         raise PredictorError(f"a search needs at least one trial, got {trials}")
     out = Path(out)
@@ -102,7 +102,7 @@ def search(
     space = search_space(model)
     data = as_data(config, datasets)
     split = split_data(config.split.spec, data)
-    # the labels of the test part are blanked: whatever would use them fails
+    # blank the labels of the test part, so that any use of them fails
     latency_s = data.latency_s.copy()
     latency_s[split.test] = np.nan
     data = replace(data, labels=data.labels.assign(latency_s=latency_s))
@@ -122,7 +122,7 @@ def search(
 
 
 def own_values(holder: Any, space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
-    """What a configuration or a model has for the options of a space, but for values that lie outside of it or are None."""
+    """Values of a configuration or a model for the options of a space, without those that are outside the space or None."""
     values: dict[str, Any] = {}
     for name, distribution in space.items():
         value: Any = holder
@@ -139,7 +139,7 @@ def own_values(holder: Any, space: Mapping[str, BaseDistribution]) -> dict[str, 
 
 
 def trial_options(config: Config, model: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of :func:`cdmpp.predictor.baselines.make_model` for these values of the search space."""
+    """Arguments of :func:`cdmpp.predictor.baselines.make_model` for given values of the search space."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *path, last = name.split(".")
@@ -161,7 +161,7 @@ def trial_options(config: Config, model: str, values: Mapping[str, Any]) -> dict
 def _open_study(
     config: Config, model: str, space: Mapping[str, BaseDistribution], data: TrainingData, split: Split, out: Path
 ) -> optuna.Study:
-    """A study, new or continued; PredictorError where it is one of something else."""
+    """A study, new or continued. PredictorError if it is of another model, configuration or other records."""
     import optuna
     from optuna.trial import TrialState
 
@@ -176,7 +176,7 @@ def _open_study(
         ),
         load_if_exists=True,
     )
-    # everything that the value of a trial depends on besides its values
+    # everything that a trial's error depends on besides its hyper-parameters
     named = [model, _space_json(space), FEATURE_SET, split.spec]
     arrays = [array for rows in (split.train, split.valid) for array in (rows, data.latency_s[rows])]
     own = fingerprint(config, named, data, arrays)
@@ -184,8 +184,8 @@ def _open_study(
         raise PredictorError(f"{out}: belongs to another model, configuration or other records; start a new search")
     study.set_user_attr("fingerprint", own)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        study.tell(trial.number, state=TrialState.FAIL)  # it was cut short
-    # the sampler's state is not stored: with the same seed a resumed search would draw its first trials again
+        study.tell(trial.number, state=TrialState.FAIL)  # it was interrupted
+    # the sampler's state is not stored: with the same seed, a resumed search would draw its first trials again
     study.sampler = optuna.samplers.TPESampler(
         seed=config.train.seed + len(study.trials), n_startup_trials=_RANDOM_TRIALS
     )
@@ -203,7 +203,7 @@ def _run_trial(
     data: TrainingData,
     split: Split,
 ) -> int:
-    """Draw values, fit and judge; gives the trial's number."""
+    """Draw values, fit and judge the model, and return the trial's number."""
     import optuna
     from optuna.trial import TrialState
 
@@ -235,7 +235,7 @@ def _run_trial(
 
 
 def _errors(fitted: baselines.LatencyModel, data: TrainingData, rows: NDArray[np.int64]) -> dict[str, float]:
-    """MAPE of these rows by its name in a trial's line: ours also with instruction counts."""
+    """MAPE on these rows, by its key in a trial's line; for ours also that with instruction counts."""
     predicted = {"valid_mape": fitted.predict(data, rows)}
     ours = fitted.predictor_ if isinstance(fitted, baselines.CdmppModel) else None
     if ours is not None and ours.encoder.code_dim and data.counted(rows).any():
@@ -246,7 +246,7 @@ def _errors(fitted: baselines.LatencyModel, data: TrainingData, rows: NDArray[np
 def _write(
     out: Path, study: optuna.Study, space: Mapping[str, BaseDistribution], config: Config, model: str, split: Split
 ) -> SearchResult:
-    """Write what was found so far: the summary and, once a trial succeeded, the best values."""
+    """Write the results so far: the summary and, once a trial succeeded, the best values."""
     lines = [_line(trial) for trial in study.trials]
     complete = [line for line in lines if line["state"] == "complete"]
     best = min(complete, key=lambda line: line["value"]) if complete else None
@@ -280,7 +280,7 @@ def _write(
 
 
 def _line(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
-    """A trial as JSON values."""
+    """A trial's line of the summary, as JSON values."""
     error = trial.user_attrs.get("error")
     state = trial.state.name.lower()
     if state == "fail":

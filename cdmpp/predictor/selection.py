@@ -1,5 +1,5 @@
-"""Which tasks to measure on a new device: KMeans over what the model sees of them, after CDMPP (EuroSys'24), which clusters
-programs. Here a task is one point, the mean of its programs: tasks with many programs do not take over."""
+"""Which tasks to measure on a new device: KMeans over the tasks' embeddings or AST features, after CDMPP (EuroSys'24), which
+clusters programs. Here a task is one point, the mean of its programs, so that tasks with many programs do not dominate."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _CONSTANT_STD = 1e-6
 
 @dataclass(frozen=True)
 class TaskSelection:
-    """Tasks (hashes, sorted) chosen to be measured on a device, and how. ``wanted`` is what would have been chosen if every
-    task could be; ``features`` is what tasks were compared by: ``embedding``, ``ast`` or, for a random choice, ``none``;
-    ``candidates`` is the number of tasks there were."""
+    """Tasks (hashes, sorted) chosen to be measured on a device, and how. ``wanted`` are those that would have been chosen if
+    all were available; ``features`` is what tasks were compared by: ``embedding``, ``ast`` or, if not compared, ``none``;
+    ``candidates`` is the number of candidate tasks."""
 
     tasks: tuple[str, ...]
     wanted: tuple[str, ...]
@@ -58,13 +58,13 @@ def select_tasks(
     rows: NDArray[np.int64] | None = None,
     available: Collection[str] | None = None,
 ) -> TaskSelection:
-    """Choose ``k`` tasks (all if there are fewer) to measure on a new device, of those of these rows of ``data.labels`` (None:
-    all). Labels are not looked at. Equal arguments give an equal choice. PredictorError: ``k`` below 1, another ``select``, or
+    """Choose ``k`` tasks (all if there are fewer) to measure on a new device, among those in ``rows`` of ``data.labels`` (None:
+    all). Latencies are not used. Equal arguments give an equal choice. PredictorError: ``k`` below 1, an unknown ``select``, or
     no task.
 
-    Tasks are compared by the predictor's embeddings (:func:`embed_programs`), or without one by :func:`ast_features`
-    standardised over the tasks; ``select="random"`` is the baseline. In place of one that is not among ``available`` (None: all
-    are), the next nearest of its cluster is chosen, and where there is none, the nearest of all."""
+    Tasks are compared by the predictor's embeddings (:func:`embed_programs`), or without a predictor by :func:`ast_features`
+    standardised over the tasks; ``select="random"`` is the baseline. A task that is not ``available`` (None: all are) is
+    replaced by the next nearest to the centre in its cluster, or if there is none, by the nearest of all tasks left."""
     if k < 1:
         raise PredictorError(f"the number of tasks must be at least 1, got {k}")
     if select not in get_args(Select):
@@ -92,7 +92,7 @@ def select_tasks(
 
 
 def _task_vectors(programs: Any, data: TrainingData, predictor: Predictor | None) -> NDArray[np.float64]:
-    """The mean over the programs of every task, in order of their hashes, float64 (tasks, features)."""
+    """Mean feature vector of the programs of every task, in order of the task hashes, float64 (tasks, features)."""
     asts = [data.asts[program] for program in programs["program"]]
     rows = ast_features(asts) if predictor is None else embed_programs(predictor, asts)
     tasks, index = np.unique(programs["task"].to_numpy(dtype=str), return_inverse=True)
@@ -106,8 +106,8 @@ def _task_vectors(programs: Any, data: TrainingData, predictor: Predictor | None
 
 
 def embed_programs(predictor: Predictor, asts: Sequence[CompactAST]) -> NDArray[np.float64]:
-    """The network's pooled embeddings of programs, float64 (n, embedding_dim), all on one made-up device, the mean of the
-    encoded training devices: the device enters before the encoder, so there is no embedding of the program alone."""
+    """The network's pooled embeddings of programs, float64 (n, embedding_dim), all on one artificial device, the mean of the
+    encoded training devices: the device enters before the encoder, so there is no embedding of a program alone."""
     device = predictor.encoder.encode_devices(np.stack(list(predictor.devices.values()))).mean(0, keepdims=True)
     program = np.arange(len(asts))
     arrays = PairArrays.encode(predictor.encoder, asts, device, program, np.zeros_like(program), None, None)
@@ -115,7 +115,7 @@ def embed_programs(predictor: Predictor, asts: Sequence[CompactAST]) -> NDArray[
 
 
 def ast_features(asts: Sequence[CompactAST]) -> NDArray[np.float64]:
-    """Mean and maximum of the leaves' log features and the logarithm of their number, float64 (n, 2 f + 1)."""
+    """Mean and maximum of the leaves' f log features and the logarithm of the number of leaves, float64 (n, 2 f + 1)."""
     rows = []
     for ast in asts:
         leaves = signed_log1p(ast.leaves)
@@ -124,7 +124,7 @@ def ast_features(asts: Sequence[CompactAST]) -> NDArray[np.float64]:
 
 
 def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) -> None:
-    """Write the file that ``cdmpp profile --tasks`` takes: what is *wanted*, how it was chosen, and notes."""
+    """Write the file that ``cdmpp profile --tasks`` reads: the *wanted* tasks, how they were chosen, and notes."""
     value = {**selection.to_json(), "tasks": list(selection.wanted), **notes}
     path = Path(path)
     with raised_as(PredictorError, f"cannot write {path}"):
@@ -133,20 +133,20 @@ def write_task_file(path: str | Path, selection: TaskSelection, **notes: Any) ->
 
 
 def distances_to_centres(vectors: NDArray[np.float64], k: int, seed: int, tries: int = 10) -> NDArray[np.float64]:
-    """Distances of every vector to every centre of ``k`` clusters, the best of so many ``tries``: (n, d) -> float64 (n, k)."""
+    """Distances of every vector to every centre of ``k`` clusters, the best of ``tries`` runs: (n, d) -> float64 (n, k)."""
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
     means = KMeans(n_clusters=k, n_init=tries, random_state=seed)
     with warnings.catch_warnings():
-        # fewer different tasks than clusters: the rest is filled up below
+        # fewer distinct tasks than clusters gives this warning: :func:`nearest` fills up the rest
         warnings.simplefilter("ignore", ConvergenceWarning)
         distances: NDArray[np.float64] = means.fit(vectors).transform(vectors)
     return distances
 
 
 def nearest(distances: NDArray[np.float64], free: NDArray[np.bool_]) -> list[int]:
-    """One free row for every centre: the nearest of its cluster, else the nearest that is left."""
+    """One free row for every centre: the nearest free one of its cluster, else the nearest of all that are left."""
     cluster = distances.argmin(1)
     left = set(np.flatnonzero(free).tolist())
     chosen: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""Which kernel of a library runs an operator: the solvers that MIOpen has for convolutions on AMD's GPUs, ranked.
+"""Which kernel of a library runs an operator: MIOpen's solvers for convolutions on AMD GPUs, ranked.
 
-Small networks, which are averaged, see what those of :mod:`cdmpp.predictor.operators` see, and say of every solver how much
-longer than the operator's estimate it takes, and how likely it is that it can run there. Only a ranking is made of it: what
-solvers have in common is the operator's latency, which is predicted by what devices left out can tell.
+Small networks, which are averaged, have the same inputs as those of :mod:`cdmpp.predictor.operators`. For every solver they
+predict how much longer than the operator's estimate it takes, and the probability that it can run. Only the ranking is used:
+the latency itself comes from the operator model, whose correction is checked on left-out devices.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-#: Whose kernels are ranked: this operator's on GPUs of this vendor, in tables by this framework.
+#: Kernels are ranked for this operator on GPUs of this vendor, from the rows of this framework.
 OPERATOR, VENDOR, FRAMEWORK = "conv", "amd", "miopen"
-#: Standardised features are cut here: farther from the training data nothing is known.
+#: Standardised features are clipped at plus and minus this: nothing is known farther from the training data.
 FAR = 4.0
-#: Rows of a step of training, its highest learning rate, and epochs, or steps at least, for solvers.
+#: Rows of a training step, highest learning rate; for solvers the fewest epochs and the fewest steps.
 _BATCH, _RATE, _EPOCHS, _STEPS = 1024, 3e-3, 20, 400
 _WIDTH, _MEMBERS = 96, 2
-#: Weight of whether a solver can run, beside by how much it is slower.
+#: Weight in the loss of whether a solver can run, relative to how much slower it is.
 _RUNS = 0.1
 
 
 @dataclass(frozen=True)
 class SolverModel:
-    """Names of the solvers, and those of a layout other than NCHW with its name behind; networks and what standardises them."""
+    """Names of the solvers, with the layout appended if it is not NCHW; networks, with the mean and std of their inputs."""
 
     names: Sequence[str]
     networks: Sequence[nn.Module]
@@ -48,7 +48,7 @@ class SolverModel:
 def fit_solvers(
     rows: NDArray[np.float32], logs: NDArray[np.float64], names: Sequence[str], seed: int = 0
 ) -> SolverModel:
-    """Fit to log(seconds / estimate), (n, solvers), NaN where a solver did not run."""
+    """Fit a model to log(seconds / estimate), (n, solvers), NaN where a solver did not run."""
     mean, std = rows.mean(0), rows.std(0)
     std = np.where(std > 1e-4, std, 1e6).astype(np.float32)
     measured = torch.from_numpy(~np.isnan(logs)).float()
@@ -68,12 +68,12 @@ def fit_solvers(
 
 
 def standardised(rows: NDArray[np.float32], mean: NDArray[np.float32], std: NDArray[np.float32]) -> torch.Tensor:
-    """Rows as networks take them."""
+    """Rows standardised and clipped, as the networks' input."""
     return torch.from_numpy(np.clip((rows - mean) / std, -FAR, FAR))
 
 
 def network_of(inputs: int, width: int, outputs: int = 1) -> nn.Sequential:
-    """Three layers."""
+    """A network of three linear layers."""
     return nn.Sequential(
         nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, outputs)
     )
@@ -87,7 +87,7 @@ def fit_network(
     seed: int,
     loss: Callable[[torch.Tensor, torch.Tensor], Any],
 ) -> nn.Module:
-    """Train a network by the loss of its outputs and the numbers of their rows."""
+    """Train a network; ``loss`` takes the outputs of a batch and the numbers of its rows."""
     torch.manual_seed(seed)
     network = network_of(rows.shape[1], width, outputs)
     optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=1e-2)

@@ -1,4 +1,4 @@
-"""The training loop: deterministic in its seed, resumable after any epoch with the same result."""
+"""The training loop: deterministic for a given seed, and resumable after any epoch with the same result."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from cdmpp.program.codegen import STATIC_FEATURES
 
 logger = logging.getLogger(__name__)
 
-#: Called after every epoch with that epoch's line of the history.
+#: Called after every epoch with its line of the history.
 ProgressCallback = Callable[[dict[str, Any]], None]
 
-#: Pairs of an epoch for each one of a program that was measured on other devices alone: more make GPUs and compiled code worse.
+#: Other pairs of an epoch for each taught pair (see :class:`Trainer`): more taught ones make GPUs and compiled code worse.
 _OTHERS_PER_TAUGHT = 8
 
-#: Standard deviations of logarithms below which an instruction count is constant.
+#: Standard deviation of logarithms below which an instruction count is taken as constant.
 _CONSTANT_STD = 1e-5
 
 
 def learning_rate(step: int, total_steps: int, peak: float, warmup_fraction: float) -> float:
-    """Linear warm-up to ``peak``, then a cosine to 0: a function of the step, so resuming needs no state."""
+    """Linear warm-up to ``peak``, then a cosine to 0: a function of the step alone, so resuming needs no state."""
     warmup = max(1, round(total_steps * warmup_fraction))
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -48,28 +48,28 @@ def learning_rate(step: int, total_steps: int, peak: float, warmup_fraction: flo
 
 
 class _Truth(NamedTuple):
-    """What predicted labels are compared with, (n,) each: standardised labels, logarithms of seconds, and of the
-    reference (None where labels are not relative to one)."""
+    """Targets of predicted labels, (n,) each: standardised labels, logarithms of the latency in seconds, and logarithms of
+    the reference (None where labels are not relative to one)."""
 
     target: torch.Tensor
     log_latency: torch.Tensor
     log_reference: torch.Tensor | None
 
     def of(self, chosen: torch.Tensor, where: torch.device) -> _Truth:
-        """The same of some, their numbers or bool (n,), on a torch device."""
+        """The targets of chosen rows, given by indices or bool (n,), on a torch device."""
         return _Truth(*(None if values is None else values[chosen].to(where) for values in self))  # type: ignore[arg-type]
 
 
 class Trainer:
     """Trains one network.
 
-    ``transform`` was fitted on the training labels; ``adapt`` are pairs of the domain to adapt to, without labels (for
-    ``loss.cmd_weight``); of the last ``taught`` training pairs, of programs measured elsewhere, an epoch has only some;
-    ``make_network`` makes another network, called as ``network(batch, context)`` and trained on the loss of its labels alone;
-    the learning rate falls so that training ends after ``max_seconds``; ``processes`` train together (None: this one alone),
-    with our network and no ``max_seconds``.
+    ``transform`` was fitted on the training labels. ``adapt`` are pairs of the domain to adapt to, without labels (for
+    ``loss.cmd_weight``). The last ``taught`` training pairs are of programs measured on other devices only; an epoch has some
+    of them. ``make_network`` makes another network, called as ``network(batch, context)`` and trained on the loss of its labels
+    alone. The learning rate falls so that training ends after ``max_seconds``. ``processes`` train together (None: this one
+    alone), which needs our network and no ``max_seconds``.
 
-    PredictorError: no training or validation pairs; CMD without pairs to adapt to."""
+    Raises PredictorError without training or validation pairs, or for CMD without pairs to adapt to."""
 
     def __init__(
         self,
@@ -123,8 +123,8 @@ class Trainer:
     def fit(
         self, checkpoint: Callable[[TrainerState], None] | None = None, progress: ProgressCallback | None = None
     ) -> TrainerState:
-        """Train to the last epoch or until patience runs out; after each ``checkpoint`` gets the state, ``progress`` its
-        line."""
+        """Train to the last epoch or until patience runs out. After each epoch, ``checkpoint`` gets the state and
+        ``progress`` the epoch's line."""
         config, state = self._config, self._state
         with torch_threads(config.threads):
             self._started = time.perf_counter()
@@ -139,11 +139,11 @@ class Trainer:
         return self.state()
 
     def _time_spent(self) -> float:
-        """Part of ``max_seconds`` that is over, 0 without a limit."""
+        """Fraction of ``max_seconds`` that has passed, 0 without a limit."""
         return 0.0 if self._max_seconds is None else (time.perf_counter() - self._started) / self._max_seconds
 
     def state(self) -> TrainerState:
-        """The full state, to be saved."""
+        """The full state for a checkpoint."""
         self._state.weights = self.network.state_dict()
         self._state.average = self._average
         optimizer = self._optimizer.state_dict()["state"]
@@ -151,7 +151,7 @@ class Trainer:
         return self._state
 
     def restore(self, state: TrainerState) -> None:
-        """Continue from a saved state; PredictorError if it belongs to another network."""
+        """Continue from a saved state. Raises PredictorError if it belongs to another network."""
         try:
             self.network.load_state_dict(dict(state.weights))
             groups = self._optimizer.state_dict()["param_groups"]
@@ -168,7 +168,7 @@ class Trainer:
         # the number of batches is the same in every epoch
         total_steps = config.epochs * len(batches)
         pairs, sums = 0, np.zeros(2)
-        # drop-out of a process is its own; the first one's is that of a process alone
+        # each process has its own drop-out; that of the first is the same as without other processes
         with seeded(config.seed * 100_003 + state.epoch + 1 + (self._processes.rank << 40)):
             self.network.train()
             for rows in batches:
@@ -201,18 +201,18 @@ class Trainer:
         }
 
     def epoch_batches(self, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-        """Every training pair once but for the taught ones, of which it has some, as many in every epoch; by length."""
+        """Batches of similar length: all training pairs once, but only some of the taught ones, as many in every epoch."""
         others = len(self._train) - self._taught
         drawn = rng.permutation(self._taught)[: others // _OTHERS_PER_TAUGHT]
         pairs = np.concatenate([np.arange(others), others + drawn])
-        # with CMD not sorted by length: see LossConfig
+        # with CMD, batches are not sorted by length: see LossConfig
         lengths = self._train.packed.lengths[self._train.program[pairs]] * (not self._terms.cmd_weight)
         batches = [pairs[chosen] for chosen in training_batches(lengths, self._config.batch_size, rng)]
-        # batch normalisation has no statistics of one pair; another one is left over in every epoch
+        # batch normalisation has no statistics for a batch of one pair; every epoch leaves out a different pair
         return [rows for rows in batches if len(rows) > 1] or batches
 
     def _as_unseen(self, size: int) -> NDArray[np.bool_] | None:
-        """Examples of this step that are given only the features that carry over to other devices; resuming draws the same."""
+        """Mask of this step's examples that get only features that carry over to other devices; resuming draws the same."""
         part = self._general_part
         if not part or self._train.general is None:
             return None
@@ -221,7 +221,7 @@ class Trainer:
         return drawn
 
     def _step(self, rows: NDArray[np.int64], rate: float) -> tuple[float, float]:
-        """One update; gives the loss and, of it, the discrepancy before its weight."""
+        """Do one update, and return the loss and its CMD term before weighting."""
         where, index = self._where, torch.from_numpy(rows)
         own, unseen = self._processes.part(len(rows)), self._as_unseen(len(rows))
         batch, context = self._train.batch(rows[own], where, None if unseen is None else unseen[own])
@@ -246,15 +246,15 @@ class Trainer:
     def _all_terms(
         self, network: LatencyNetwork, batch: PaddedBatch, context: Context, truth: _Truth, index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss of our network on the batch of the pairs with these numbers, (n,), and of it the discrepancy before its
-        weight; ``batch`` and ``context`` are of this process's part of it."""
+        """Loss of our network on the batch of pairs with these indices, (n,), and its CMD term before weighting. ``batch`` and
+        ``context`` hold this process's part of the pairs."""
         terms, gathered, n = self._terms, self._processes.gathered, len(index)
         embedding = network.embed(batch, context.device)
         loss = self._label_loss(gathered(network.decode_plain(embedding, context), n), truth)
         counted = self._train.has_code[index].to(self._where)
         if counted.any():
             own = context.has_code
-            # detached: the encoder that learns from both errs more in both
+            # detached: an encoder that learns from both decoders makes larger errors with both
             compiled = network.decode_compiled(embedding[own].detach(), context.take(own))
             loss = loss + self._label_loss(gathered(compiled, n, counted), truth.of(counted, self._where))
         if self._codegen is not None and network.codegen is not None:
@@ -264,7 +264,7 @@ class Trainer:
             loss = loss + terms.codegen_weight * errors.sum() / known.sum().clamp(min=1)
         cmd = torch.zeros(())
         if self._adapt is not None and terms.cmd_weight:
-            # drawn by seed and step alone, so that a resumed run draws the same
+            # the draw depends on seed and step alone, so that a resumed run draws the same
             rng = np.random.default_rng([self._config.seed, self._state.step, 1])
             rows = rng.choice(len(self._adapt), min(n, len(self._adapt)), replace=False)
             programs, there = self._adapt.batch(rows[self._processes.part(len(rows))], self._where)
@@ -289,7 +289,7 @@ class Trainer:
 
 
 def update_average(average: dict[str, torch.Tensor], network: nn.Module, step: int, most: float) -> None:
-    """Move averaged weights towards a network's after a step, with ``most`` as the decay in the end."""
+    """Move averaged weights towards a network's after a step; ``most`` is the final decay."""
     # the decay grows with the steps, so that early averages forget the initial weights
     decay = min(most, (1 + step) / (10 + step))
     with torch.no_grad():
@@ -301,15 +301,15 @@ def update_average(average: dict[str, torch.Tensor], network: nn.Module, step: i
 
 
 def _has_bf16(where: torch.device) -> bool:
-    """Whether a device multiplies bfloat16 numbers itself."""
+    """Whether a device multiplies bfloat16 numbers in hardware."""
     if where.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
-    """Standardised logarithms of instruction counts, float32 (n, len(STATIC_FEATURES)); NaN where there are none, None without
-    any. How often each runs is left out: that is the program's extents, which the AST has."""
+    """Standardised logarithms of instruction counts, float32 (n, len(STATIC_FEATURES)); NaN for a program without counts, None
+    if no program has any. How often instructions run is left out: it follows from the program's extents, which the AST has."""
     if counts is None or np.isnan(counts).all():
         logger.warning(
             "the training programs have no instruction counts, so the network does not learn them: "
@@ -323,7 +323,7 @@ def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's global generator seeded inside, and as it was outside."""
+    """Seed torch's global generator inside the block, and restore it afterwards."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
@@ -331,7 +331,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def torch_threads(threads: int | None) -> Iterator[None]:
-    """Run with this many torch threads (None: as many as before)."""
+    """Run the block with this many torch threads (None: as many as before)."""
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)

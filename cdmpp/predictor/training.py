@@ -1,6 +1,6 @@
-"""A training run from configuration and datasets to a folder with a predictor: ``config.yaml``, ``split.json``,
-``history.jsonl`` (one line an epoch), ``checkpoint.safetensors`` and, when training is done, ``predictor/``; of a second
-network and on (``train.members``) the same in ``member1`` and so on."""
+"""A training run, from configuration and datasets to a run folder: ``config.yaml``, ``split.json``, ``history.jsonl`` (one
+line per epoch), ``checkpoint.safetensors`` and, when training is done, ``predictor/``. With several networks
+(``train.members``), those after the first have the same files in ``member1`` and so on, without ``predictor/``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 HISTORY_FILE = "history.jsonl"
-#: With fewer validation tasks nothing tells which predictions are farther off than others.
+#: With fewer validation tasks, too little tells which predictions have larger errors than others.
 _TASKS_FOR_DIFFICULTY = 100
 
 
@@ -63,12 +63,12 @@ def train(
     split: Split | None = None,
 ) -> TrainResult:
     """Train a predictor and write the run folder. ``datasets`` are data or dataset folders, None takes ``config.data.paths``;
-    ``split`` is in place of the configuration's. ``progress`` is called with every epoch's history line. With ``resume`` a run
-    in ``out`` is continued if there is one; the result is that of an unbroken run. Processes that torchrun started train
+    ``split`` replaces the configuration's. ``progress`` is called with the history line of every epoch. With ``resume``, a run
+    in ``out`` is continued if there is one, with the same result as an uninterrupted run. Processes that torchrun started train
     together (:mod:`cdmpp.predictor.processes`).
 
-    PredictorError: ``out`` holds a run and ``resume`` is off, or one of another configuration or other records; training
-    diverged. DatasetError, SplitError: no records; a split that cannot be made."""
+    Raises PredictorError if ``out`` holds a run and ``resume`` is off, if that run has another configuration or other records,
+    or if training diverged; DatasetError or SplitError if there are no records or the split cannot be made."""
     out = Path(out)
     if not resume and any((out / name).exists() for name in (CHECKPOINT_FILE, HISTORY_FILE, "predictor")):
         raise PredictorError(f"{out} holds a training run: resume it, or choose another folder")
@@ -89,7 +89,7 @@ def train(
             trained.append(fitted.predictor(final.best, training_summary(config, data, split, final)))
         networks = [each.network for each in trained]
         if len(networks) > 1:
-            with torch.no_grad():  # exact in half precision, so that several take no more room than one
+            with torch.no_grad():  # rounded to half precision: saved without loss, several take no more room than one
                 for weights in [weights for network in networks for weights in network.parameters()]:
                     weights.copy_(weights.half())
         predictor = calibrated(replace(trained[-1], members=tuple(networks[:-1])), data, split)
@@ -99,11 +99,11 @@ def train(
 
 
 def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tuple[TrainingData, Split]:
-    """Data with pairs of programs and CPUs of the training part that were compiled but not measured, and the split with these
-    in its training part: of programs without any label of it, of tasks that it leaves to training, and last of those that
-    train on another CPU. Their labels, ``n_records`` 0, are what a predictor, trained on the others, says of the compiled
-    code: it errs half as much as the AST's (Hinton et al., *Distilling the knowledge in a neural network*, 2015).
-    PredictorError: none."""
+    """Add pairs of programs and training CPUs that were compiled but not measured to the data and to the split's training part.
+    First come programs without any label, if the split leaves their task to training; last come programs that are measured in
+    training on another CPU. Their labels, with ``n_records`` 0, are the teacher's predictions from the compiled code: these err
+    half as much as those from the AST (Hinton et al., *Distilling the knowledge in a neural network*, 2015). Raises
+    PredictorError if there are no such pairs."""
     train = data.labels.iloc[split.train]
     hidden = data.labels.iloc[np.concatenate([split.valid, split.test, split.adapt])]
     of_train = train[~train["program"].isin(hidden["program"])].groupby("program").first()[["task", "origin"]]
@@ -137,7 +137,7 @@ def _train_network(
     config: Config, data: TrainingData, split: Split, out: Path, progress: ProgressCallback | None, resume: bool,
     processes: Processes,
 ) -> tuple[Fitted, TrainerState, list[dict[str, Any]]]:  # fmt: skip
-    """One network of a predictor, its last state and its history."""
+    """Train one network of a predictor: what was fitted, its last state and its history."""
     fitted = prepare(config, data, split, processes=processes)
     trainer, checkpoint = fitted.trainer, out / CHECKPOINT_FILE
     arrays: list[NDArray[Any]] = [data.latency_s, split.train, split.valid, split.adapt]
@@ -162,8 +162,8 @@ def _train_network(
 
 @dataclass(frozen=True)
 class Fitted:
-    """A trainer, ready to fit, with everything that was fitted on the training part of a split alone; ``arrays`` are all
-    pairs, encoded; ``devices`` and ``specs`` are the training devices' raw features and specifications."""
+    """A trainer, ready to fit, with everything that was fitted on the training part of a split alone. ``arrays`` are all
+    pairs, encoded; ``devices`` and ``specs`` are the raw features and specifications of the training devices."""
 
     encoder: encoding.FeatureEncoder
     transform: encoding.LabelTransform
@@ -173,7 +173,7 @@ class Fitted:
     specs: Mapping[str, Device]
 
     def predictor(self, weights: dict[str, Any], training: dict[str, Any]) -> Predictor:
-        """The predictor with these weights; takes over the trainer's network."""
+        """The predictor with these weights. It takes over the trainer's network."""
         network: Any = self.trainer.network.cpu()
         network.load_state_dict(weights)
         network.eval()
@@ -188,12 +188,12 @@ def prepare(
     max_seconds: float | None = None,
     processes: Processes | None = None,
 ) -> Fitted:
-    """Fit encoder and label transform on the training part and make the trainer: of our network, or of what
-    ``make_network`` makes for the training pairs."""
+    """Fit encoder and label transform on the training part and make the trainer, of our network or of the one that
+    ``make_network`` returns for the training pairs."""
     if not len(split.train):
         raise PredictorError("the split leaves no training records")
     real = data.labels["n_records"].to_numpy() > 0
-    measured = split.train[real[split.train]]  # what another predictor says fits nothing but weights
+    measured = split.train[real[split.train]]  # labels that another predictor gave fit nothing but weights
     table = data.labels.iloc[measured]
     specs = {name: data.devices[name] for name in sorted(table["device"].unique())}
     vectors = data.device_vectors()
@@ -242,8 +242,8 @@ def prepare(
 
 
 def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative_to: str = "") -> encoding.LabelledArrays:
-    """All pairs of the data as arrays, encoded with a fitted encoder; ``relative_to`` names the reference latencies that
-    come with them, "" or "none" for none."""
+    """All pairs of the data as arrays, encoded with a fitted encoder. ``relative_to`` names the reference latencies to
+    include, "" or "none" for none."""
     asts, devices, program, device = data.numbered_pairs()
     pairs = data.pair_features if encoder.pair_dim else None
     known = encoder.encode_devices(np.stack([device_features(each) for each in devices]))
@@ -258,10 +258,10 @@ def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative_to: st
 
 
 def calibrated(predictor: Predictor, data: TrainingData, split: Split) -> Predictor:
-    """The predictor with intervals and familiarity from the split it was trained with (PredictorError: no training or no
-    validation records). Intervals are calibrated on the validation part alone (:mod:`cdmpp.predictor.uncertainty`): of plain
-    predictions, of those with instruction counts, and of those with latencies on other devices, whose scaling is fitted there
-    too."""
+    """The predictor with intervals and familiarity fitted on the split it was trained with. Intervals are calibrated on the
+    validation part alone (:mod:`cdmpp.predictor.uncertainty`), separately for plain predictions, for those with instruction
+    counts, and for those with latencies on other devices, whose scaling is also fitted there. Raises PredictorError if there
+    are no training or no validation records."""
     rows = split.valid
     if not len(rows) or not len(split.train):
         raise PredictorError("calibrating needs training and validation records")
@@ -297,7 +297,7 @@ def calibrated(predictor: Predictor, data: TrainingData, split: Split) -> Predic
 
 
 def training_summary(config: Config, data: TrainingData, split: Split, state: TrainerState) -> dict[str, Any]:
-    """JSON values that say what a predictor was trained on and how it ended."""
+    """JSON values that say what a predictor was trained on and how training ended."""
     table = data.labels.iloc[split.train]
     tasks = sorted(table["task"].unique())
     return {
@@ -317,7 +317,7 @@ def training_summary(config: Config, data: TrainingData, split: Split, state: Tr
 
 
 def as_data(config: Config, datasets: Any) -> TrainingData:
-    """Data as it is, or gathered from dataset folders (None: ``config.data.paths``)."""
+    """Data as given, or gathered from dataset folders (None: ``config.data.paths``)."""
     if isinstance(datasets, TrainingData):
         return datasets
     if datasets is None and not config.data.paths:
@@ -326,7 +326,7 @@ def as_data(config: Config, datasets: Any) -> TrainingData:
 
 
 def recorder(out: Path, history: list[dict[str, Any]], progress: ProgressCallback | None) -> ProgressCallback:
-    """What to call after every epoch: it adds the line to ``history`` and writes the run folder's file, then reports it."""
+    """A callback for every epoch: it adds the line to ``history``, rewrites the history file, then calls ``progress``."""
 
     def record(line: dict[str, Any]) -> None:
         history.append(line)
@@ -338,7 +338,7 @@ def recorder(out: Path, history: list[dict[str, Any]], progress: ProgressCallbac
 
 
 def fingerprint(config: Config, named: list[Any], data: TrainingData, arrays: Sequence[NDArray[Any]]) -> str:
-    """Identifies a configuration but for where data are, threads and precision, JSON values, the pairs of data, and arrays."""
+    """Hash of a configuration (but for data, threads, precision and members), JSON values, the pairs of data, and arrays."""
     settings = config.model_dump(mode="json", exclude={"data": True, "train": {"threads", "precision", "members"}})
     digest = hashlib.sha256(json.dumps([settings, *named], sort_keys=True).encode())
     for column in ("program", "device"):

@@ -2,11 +2,11 @@ r"""How far to trust a prediction: intervals with a finite-sample guarantee, and
 
 *Intervals* are those of split conformal prediction in log seconds. The score of a validation record is :math:`s =
 |\log(\text{measured} / \text{predicted}) / d - m|`, the interval of a prediction :math:`p` is :math:`[p\,e^{(m-q)d},
-p\,e^{(m+q)d}]`, with :math:`q` a quantile of the scores. m, one number, is the middle between the errors that a twentieth of
-the tasks is below and above: programs are more often far slower than predicted than far faster, and as many shall be beyond
-either end. d, the *difficulty*, is how far off a prediction is expected to be (normalised conformal prediction: Papadopoulos et
-al. 2008; Lei et al. 2018, section 5.2): the exponential of a ridge regression of log errors on what the network sees; of a
-validation record that of a regression on other tasks, as that of a new task is.
+p\,e^{(m+q)d}]`, with :math:`q` a quantile of the scores. m is one number, the midpoint of the 5 % and 95 % quantiles of the
+errors, each task weighing the same. Programs are more often far slower than predicted than far faster; m makes as many fall
+beyond either end. d, the *difficulty*, is the expected error of a prediction (normalised conformal prediction: Papadopoulos et
+al. 2008; Lei et al. 2018, section 5.2): the exponential of a ridge regression of log errors on the pair's features and
+embedding. For a validation record that regression is fitted to other tasks, as it is for a new task.
 
 *Units.* Records of one task resemble each other. Where the split holds out tasks (``by_network``, ``by_task``, ``by_device``)
 the unit is the **task**: with K tasks of :math:`N_k` records each, q is the smallest score with
@@ -15,17 +15,17 @@ the unit is the **task**: with K tasks of :math:`N_k` records each, q is the sma
 
 so that a record of a new task is covered with probability :math:`1 - \alpha` at least (hierarchical conformal prediction: Lee,
 Barber and Willett, "Distribution-free inference with hierarchical data", 2023). For ``within_task`` the unit is the **record**,
-and q the ordinary quantile. Devices with fewer than :data:`MIN_UNITS` units share the scores of all of their kind (CPU, GPU);
-those of a microarchitecture that was not trained on are taken :data:`UNSEEN` times.
+and q the ordinary quantile. Devices with fewer than :data:`MIN_UNITS` units share the scores of all devices of their kind (CPU,
+GPU). If a device's microarchitecture was not trained on, these shared scores are multiplied by :data:`UNSEEN`.
 
-*When the guarantee does not hold.* It is for tasks drawn as the calibration tasks were; those of a held-out network share a
-kind of layers that validation networks may not have. The validation part also chose the epoch. Of many programs, that predicted
-fastest is more often slower than predicted than one picked blindly. ``evaluate`` reports the coverage that is reached.
+*When the guarantee does not hold.* It holds for tasks drawn as the calibration tasks were; those of a held-out network may
+share a kind of layer that the validation networks lack. The validation part also chose the epoch. The program predicted fastest
+of many is more often slower than predicted than one picked at random. ``evaluate`` reports the coverage that is reached.
 
-*Familiarity.* A (program, device) pair is described by what the network is given of it, as a network may map what it never saw
-next to what it knows. A pair is *unfamiliar* if it is farther from the nearest of some 200 KMeans centres of training pairs
-than 99 % of the validation pairs, or if a leaf has another value than all of training in a feature that did not vary there,
-which the encoder hides. An unfamiliar program is not known to be predicted badly, nor a familiar one well.
+*Familiarity.* A (program, device) pair is described by the inputs of the network, not by its embedding: a network may map
+inputs it never saw next to known ones. A pair is *unfamiliar* if it is farther from the nearest of some 200 KMeans centres of
+training pairs than 99 % of the validation pairs. It is also unfamiliar if a feature that was constant in training, which the
+encoder hides, has another value in a leaf. Unfamiliar programs may be predicted well, and familiar ones badly.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ if TYPE_CHECKING:
     from cdmpp.predictor.data import TrainingData
     from cdmpp.program.ast import CompactAST
 
-#: A device needs so many units for scores of its own: the coverage of one calibration set varies with a standard
+#: Units that a device needs for scores of its own: the coverage of one calibration set varies with a standard
 #: deviation of sqrt(0.9 * 0.1 / (units + 2)) around 0.9, 5 points for 30.
 MIN_UNITS = 30
 
-#: Steps kept of a distribution of scores. Dropped ones are rounded up, which widens intervals by a hair.
+#: Most steps kept of a distribution of scores. Dropped scores are rounded up, which widens intervals very slightly.
 MAX_STEPS = 2048
 
-#: How many times as far off predictions are on a CPU whose microarchitecture was left out as on known ones: geometric mean of
-#: four, 1.3 to 2.8 (``accuracy_cpu_left_out.json`` and ``unseen_cpu.json`` over ``model_card.json``); taken for GPUs too.
+#: Factor on prediction errors on a CPU whose microarchitecture was left out of training: geometric mean of four measured
+#: factors, 1.3 to 2.8 (``accuracy_cpu_left_out.json`` and ``unseen_cpu.json`` over ``model_card.json``); used for GPUs too.
 UNSEEN = 1.8
 
-#: Name of the pooled scores where devices are named.
+#: Name of the pooled scores, used in place of a device's name.
 ALL_DEVICES = "all devices"
 
 
 @dataclass(frozen=True)
 class ScoreDistribution:
-    """The step function from a score to the mass of calibration units at or below it: ``units`` K, ascending ``scores``
-    float64 (m,), m >= 1, and the ``mass`` at or below each, the last one K."""
+    """The step function from a score to the mass of calibration units at or below it: the number of ``units`` K, ascending
+    ``scores`` float64 (m,), m >= 1, and the ``mass`` at or below each, K at the last one."""
 
     units: int
     scores: NDArray[np.float64]
@@ -79,42 +79,42 @@ class ScoreDistribution:
 
     @classmethod
     def fit(cls, scores: ArrayLike, unit: Sequence[Hashable]) -> ScoreDistribution:
-        """From the scores of n >= 1 records and the unit of each; every unit weighs the same."""
+        """Fit to the scores of n >= 1 records and the unit of each; every unit weighs the same."""
         values = np.asarray(scores, dtype=np.float64)
         _, number, counts = np.unique(np.asarray([str(u) for u in unit]), return_inverse=True, return_counts=True)
         order = np.argsort(values, kind="stable")
         ascending, mass = values[order], np.cumsum(1.0 / counts[number[order]])
         if len(ascending) > MAX_STEPS:
-            # the last of every run of steps: a score that is reached only with more mass than needed
+            # keep the last step of every run: dropped scores count as the next kept one, which errs to wider intervals
             kept = np.unique(np.linspace(0, len(ascending) - 1, MAX_STEPS).round().astype(np.int64))
             ascending, mass = ascending[kept], mass[kept]
         return cls(len(counts), ascending, mass)
 
     @classmethod
     def pooled(cls, parts: Sequence[ScoreDistribution], factor: float) -> ScoreDistribution:
-        """Of the units of all of one or more, their scores taken so many times."""
+        """Merge the units of one or more distributions, with all scores multiplied by ``factor``."""
         scores = np.concatenate([part.scores for part in parts])
         mass = np.concatenate([np.diff(part.mass, prepend=0.0) for part in parts])
         order = np.argsort(scores, kind="stable")
         return cls(sum(p.units for p in parts), factor * scores[order], np.cumsum(mass[order]))
 
     def quantile(self, coverage: float) -> float:
-        """The score that a new unit's stays below with probability ``coverage``; infinite with too few units."""
+        """The bound that a new unit's score stays below with probability ``coverage``; infinite if there are too few units."""
         needed = (self.units + 1) * coverage
-        # sums of 1 / N and products with a coverage are rounded
+        # tolerance for rounding in sums of 1 / N and in products with a coverage
         step = int(np.searchsorted(self.mass, needed - 1e-9 * (self.units + 1)))
         return float(self.scores[step]) if step < len(self.scores) else math.inf
 
 
-#: Of the regression of errors: what its weights are held to 0 by, the parts that it is fitted without in turn, what is added to
-#: errors before their logarithm (no label is better than 2 %), and standard deviations beyond which inputs are cut.
+#: Of the regression of errors: the ridge penalty, the number of cross-fitting folds, the constant added to errors before their
+#: logarithm (no label is more accurate than 2 %), and the standard deviations at which inputs are clipped.
 _RIDGE, _FOLDS, _LEAST_ERROR, _FAR = 0.1, 5, 0.02, 3.0
 
 
 @dataclass(frozen=True)
 class Difficulty:
-    """How many times as far off predictions are expected to be as usual: weights float64 (d,) of inputs that are standardised
-    by ``mean`` and ``std``, (d,)."""
+    """Expected error of predictions relative to the usual one: a log-linear model with ``weights`` float64 (d,) of inputs that
+    are standardised by ``mean`` and ``std``, (d,)."""
 
     mean: NDArray[np.float64]
     std: NDArray[np.float64]
@@ -124,8 +124,8 @@ class Difficulty:
     def fit(
         cls, inputs: NDArray[np.float64], errors: NDArray[np.float64], unit: Sequence[Hashable], seed: int = 0
     ) -> tuple[Difficulty, NDArray[np.float64]]:
-        """From inputs (n, d), errors >= 0 (n,) and the unit of each record, every unit weighing the same; and the difficulty of
-        each record (n,) by a fit without its unit."""
+        """Fit to inputs (n, d), errors >= 0 (n,) and the unit of each record; every unit weighs the same. Also gives the
+        difficulty of each record (n,) by a fit without its unit."""
         _, number, counts = np.unique(np.asarray([str(u) for u in unit]), return_inverse=True, return_counts=True)
         std = inputs.std(axis=0)
         usual = cls(inputs.mean(axis=0), np.where(std > 0, std, 1.0), np.zeros(inputs.shape[1]))
@@ -139,7 +139,7 @@ class Difficulty:
         return replace(usual, weights=_ridge(rows, logs, weight)), scales
 
     def of(self, inputs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of predictions with these inputs, (n, d) -> (n,)."""
+        """Difficulty of predictions with these inputs, (n, d) -> (n,)."""
         return np.exp(self._standardised(inputs) @ self.weights)
 
     def _standardised(self, inputs: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -147,7 +147,7 @@ class Difficulty:
 
 
 def _ridge(rows: NDArray[np.float64], values: NDArray[np.float64], weight: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weights of a ridge regression of values (n,) on rows (n, d) around their means."""
+    """Weights of a ridge regression, with intercept, of values (n,) on rows (n, d)."""
     from sklearn.linear_model import Ridge
 
     found: NDArray[np.float64] = Ridge(_RIDGE * weight.sum()).fit(rows, values, sample_weight=weight).coef_
@@ -156,8 +156,8 @@ def _ridge(rows: NDArray[np.float64], values: NDArray[np.float64], weight: NDArr
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scores of the validation part, pooled and of each device with :data:`MIN_UNITS` units at least, around the ``middle``;
-    ``unit`` is ``"task"`` or ``"record"``, see the module's text. Without a ``difficulty`` all predictions are as usual."""
+    """Scores of the validation part around the ``middle``: pooled, and of each device with at least :data:`MIN_UNITS` units.
+    ``unit`` is ``"task"`` or ``"record"``, see the module's text. Without a ``difficulty`` it is 1 for all predictions."""
 
     unit: str
     pooled: ScoreDistribution
@@ -175,8 +175,8 @@ class Calibration:
         unit: str = "task",
         inputs: NDArray[np.float64] | None = None,
     ) -> Calibration:
-        """From measured and predicted seconds of n >= 1 records, the task and device of each, and what tells their difficulty,
-        (n, d). PredictorError: no records, or a unit other than task and record."""
+        """Fit to measured and predicted seconds of n >= 1 records, the task and device of each, and the inputs (n, d) of their
+        difficulty. PredictorError: no records, or a unit other than task and record."""
         if unit not in ("task", "record"):
             raise PredictorError(f"unknown calibration unit '{unit}' (known: task, record)")
         errors = log_errors(label_s, predicted_s)
@@ -199,12 +199,12 @@ class Calibration:
         return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices, difficulty, middle)
 
     def with_device(self, device: str, errors: ArrayLike, task: Iterable[str]) -> Calibration:
-        """With log(measured / predicted) on one device more, or in place of its own, if it has :data:`MIN_UNITS` tasks."""
+        """With the scores of a device added or replaced, from log(measured / predicted), if it has :data:`MIN_UNITS` tasks."""
         own = ScoreDistribution.fit(np.abs(np.asarray(errors, dtype=np.float64) - self.middle), list(task))
         return replace(self, devices={**self.devices, device: own}) if own.units >= MIN_UNITS else self
 
     def for_device(self, device: Device, trained: Mapping[str, Device]) -> Calibration:
-        """With the pooled scores that a device is given where it has none of its own."""
+        """With the pooled scores that apply to a device without scores of its own."""
         alike = [own for name, own in self.devices.items() if name in trained and trained[name].kind == device.kind]
         seen = any((known.kind, known.arch) == (device.kind, device.arch) for known in trained.values())
         return replace(self, pooled=ScoreDistribution.pooled(alike or [self.pooled], 1.0 if seen else UNSEEN))
@@ -214,13 +214,13 @@ class Calibration:
         return self.pooled.quantile(coverage) < math.inf
 
     def basis(self, device: str, coverage: float) -> str:
-        """Whose scores an interval on a device is made of: the device's name, or :data:`ALL_DEVICES`."""
+        """Whose scores give the intervals on a device: the device's name, or :data:`ALL_DEVICES`."""
         own = self.devices.get(device)
         return device if own is not None and own.quantile(coverage) < math.inf else ALL_DEVICES
 
     def ends(self, device: str, coverage: float) -> NDArray[np.float64]:
-        """Log seconds (2,) from a prediction as difficult as usual to the ends of its interval, which holds it. PredictorError:
-        the coverage is not between 0 and 1, or more than the number of calibration units can give."""
+        """Log seconds (2,) from a prediction of usual difficulty to the ends of its interval, which contains it.
+        PredictorError: the coverage is not between 0 and 1, or needs more calibration units than there are."""
         check_coverage(coverage)
         scores = self.devices.get(self.basis(device, coverage), self.pooled)
         if not self.supports(coverage):
@@ -292,10 +292,10 @@ def interval_metrics(
     coverage: float = 0.9,
     difficulty: NDArray[np.float64] | None = None,
 ) -> dict[str, Any] | None:
-    """How well intervals hold on scored records of this ``difficulty`` (n,), None for usual: the ``coverage`` asked for, the
-    fraction ``covered``, its mean over tasks, ``covered_by_task``, the fraction ``below``, faster than the interval says, the
-    median of high / low (``width``), the ``factor`` on widths that would cover as many as asked for, and the
-    ``pooled_devices``, without scores of their own. None without a calibration of each device, or with too few units."""
+    """How well intervals hold on scored records of this ``difficulty`` (n,), None for usual: the requested ``coverage``; the
+    fraction ``covered``; its mean over tasks, ``covered_by_task``; the fraction ``below``, faster than the interval; the
+    median of high / low (``width``); the ``factor`` on log widths that would reach the requested coverage; and the
+    ``pooled_devices``, without scores of their own. None if a device has no calibration or it has too few units."""
     check_coverage(coverage)
     names = np.asarray(list(device))
     ends = np.empty((len(names), 2))
@@ -311,7 +311,7 @@ def interval_metrics(
         ends = ends * difficulty[:, None]
     middle, half = ends.mean(axis=1), np.diff(ends, axis=1)[:, 0] / 2
     off = log_errors(label_s, predicted_s) - middle
-    # the record whose score is the quantile is inside, however a CPU rounds its prediction
+    # tolerance: the record whose score is the quantile must be inside, however a CPU rounds its prediction
     inside = np.abs(off) <= half + 1e-5
     _, number, counts = np.unique(np.asarray(list(task)), return_inverse=True, return_counts=True)
     return {
@@ -325,20 +325,20 @@ def interval_metrics(
     }
 
 
-#: Part of the validation pairs that is nearer than the threshold.
+#: Fraction of the validation pairs that are nearer than the threshold.
 FAMILIAR_QUANTILE = 0.99
 
-#: Most centres, and most numbers in all of them: 64,000 of single precision are 256 kB.
+#: Most centres, and most values in all centres together: 64,000 of single precision are 256 kB.
 MAX_CENTRES = 256
 _MAX_NUMBERS = 64_000
 
-#: Training and validation pairs looked at, drawn at random where there are more.
+#: Most training and most validation pairs that are used, drawn at random if there are more.
 _MAX_PAIRS = 8192
 
-#: Programs whose leaves are encoded at a time.
+#: Programs whose leaves are encoded at once.
 _CHUNK = 512
 
-#: Change of a signed logarithm from which on a value differs from a training constant.
+#: Difference of signed logarithms above which a value differs from a training constant.
 _NOVEL_LOG = 0.01
 
 
@@ -359,8 +359,8 @@ class Familiarity:
         valid_rows: NDArray[np.int64],
         seed: int = 0,
     ) -> Familiarity:
-        """Cluster the training pairs and set the threshold on the validation pairs: rows of ``data.labels``, one at least of
-        each. The encoder was fitted on the training part."""
+        """Cluster the training pairs and set the threshold on the validation pairs; both are rows of ``data.labels``, at least
+        one each. The encoder must have been fitted on the training part."""
         from sklearn.cluster import KMeans
 
         rng = np.random.default_rng(seed)
@@ -379,7 +379,7 @@ class Familiarity:
     def unfamiliar(
         self, encoder: FeatureEncoder, asts: Sequence[CompactAST], device: NDArray[np.float64]
     ) -> NDArray[np.bool_]:
-        """Whether each program is unfamiliar on the device of these raw features, bool (n,)."""
+        """Whether each program is unfamiliar on the device with these raw features, bool (n,)."""
         if not asts:
             return np.zeros(0, dtype=bool)
         pairs = describe_pairs(encoder, asts, np.broadcast_to(device, (len(asts), len(device))))
@@ -408,8 +408,8 @@ class Familiarity:
 def describe_pairs(
     encoder: FeatureEncoder, asts: Sequence[CompactAST], devices: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Mean encoded leaf, log of the number of leaves, and encoded device, float32 (n, leaf_dim + 1 + device_dim), of n
-    programs and the raw features of the device of each."""
+    """Describe n programs, given the raw features of the device of each, by mean encoded leaf, log of the number of leaves,
+    and encoded device, float32 (n, leaf_dim + 1 + device_dim)."""
     lengths = np.asarray([ast.leaves.shape[0] for ast in asts])
     means = np.empty((len(asts), encoder.leaf_dim), dtype=np.float32)
     for begin in range(0, len(asts), _CHUNK):
@@ -427,13 +427,13 @@ def _distance_to_nearest(pairs: NDArray[np.float32], centres: NDArray[np.float32
 
 
 def squared_distances(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Squared Euclidean distances of rows, (n, d) and (m, d) -> (n, m): by a product, as both uses wait for many of them."""
+    """Squared Euclidean distances of rows, (n, d) and (m, d) -> (n, m), by a matrix product, as both uses need many of them."""
     squares = (a**2).sum(1)[:, None] + (b**2).sum(1)[None, :] - 2 * a @ b.T
     return np.maximum(squares, 0.0)
 
 
 def left_out(inverse: NDArray[np.float64], errors: NDArray[np.float64], task: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Errors (n,) that are left on each task by what the others say, given the inverse covariance of all (n, n)."""
+    """Leave-one-task-out residuals (n,) of errors: each task is predicted from the others by the inverse covariance (n, n)."""
     solved, left = inverse @ errors, np.empty_like(errors)
     for number in np.unique(task):
         at = np.flatnonzero(task == number)

@@ -1,3 +1,3 @@
-"""The profiler: programs in, labels out. ``session`` is a run (networks to a dataset), ``plan`` what to measure next;
-``engine`` keeps builders and measuring processes busy; ``cpu`` and ``gpu`` make labels by ``statistics``, as many at a time as
-``calibration`` finds. ``rates`` measures the machine itself."""
+"""The profiler measures programs and gives their labels. ``session`` is a run, from networks to a dataset; ``plan`` chooses
+what to measure next; ``engine`` keeps builders and measuring processes busy; ``cpu`` and ``gpu`` make labels by ``statistics``,
+as many at a time as ``calibration`` finds. ``rates`` measures the machine itself."""

@@ -1,6 +1,6 @@
-"""Arguments of a program: shapes and dtypes, what they hold while it is timed, and whether it computes what its task says. The
-reference, the unscheduled task on a CPU, is kept as values at evenly spaced positions of each output and the mean of all
-absolute values, so that a machine without TVM can compare."""
+"""Arguments of a program: their shapes and dtypes, their values while it is timed, and a check that it computes what its task
+says. The reference is the unscheduled task on a CPU. It is kept as values at evenly spaced positions of each output and the
+mean of all absolute values, so that a machine without TVM can compare."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cdmpp.errors import ProgramError
 #: Shape and dtype of a parameter or workspace.
 ArgSpec = tuple[tuple[int, ...], str]
 
-#: Values kept of each output.
+#: Number of values kept of each output.
 _POSITIONS = 1024
-#: Allowed difference, relative to the value and to the mean of the output: sums in another order, and the fast
-#: approximations of exp, tanh and division that both compilers were asked for.
+#: Allowed difference, relative to the larger of the value and the mean of the output. It covers sums in another order, and the
+#: fast approximations of exp, tanh and division that both compilers were asked for.
 TOLERANCE = 2e-3
 
 
@@ -38,7 +38,7 @@ class Reference:
 
 
 def argument_bytes(spec: ArgSpec) -> int:
-    """Bytes of an argument; the dtype's name says its bits, but for ``bool``."""
+    """Bytes of an argument; the dtype's name gives its number of bits, except for ``bool``, which takes one byte."""
     bits = re.search(r"\d+", spec[1])
     return math.prod(spec[0]) * (max(1, int(bits[0]) // 8) if bits else 1)
 
@@ -47,7 +47,7 @@ def argument_specs(func: Any) -> tuple[ArgSpec, ...]:
     """The parameters of a PrimFunc, in order (ProgramError if one is not a buffer of fixed shape)."""
     specs: list[ArgSpec] = []
     for param in func.params:
-        extents = getattr(param, "shape", None)  # a buffer is a variable with a shape in this TVM
+        extents = getattr(param, "shape", None)  # in this TVM a buffer is a variable with a shape
         if extents is None:
             raise ProgramError(f"parameter {param} is not a buffer")
         try:
@@ -59,32 +59,32 @@ def argument_specs(func: Any) -> tuple[ArgSpec, ...]:
 
 
 def index_bound(params: Sequence[ArgSpec]) -> int:
-    """Integers below this are valid indices into whatever the float parameters are."""
+    """Integers from 0 to below this bound are valid indices along every dimension of every float parameter."""
     extents = [n for shape, dtype in params if "float" in dtype for n in shape]
     return max(1, min([127, *extents]))
 
 
 def integer_range(dtype: str, bound: int) -> tuple[int, int]:
-    """Integers of `dtype` are drawn from low (included) to high (excluded): valid indices, given :func:`index_bound`. Bytes
-    index nothing: they are data, or masks, which are never zero. A mask of zeros lets a program skip what it is there to
-    compute: a softmax whose rows were all masked took 12 us in place of 7.9 ms."""
+    """Low (included) and high (excluded) of the random integers of `dtype`: valid indices, given :func:`index_bound`. Bytes
+    are not indices: they are data, or masks, which are never zero here. A mask of zeros lets a program skip the work that is
+    to be timed: a softmax whose rows were all masked took 12 us in place of 7.9 ms."""
     return (1, 128) if dtype in ("int8", "uint8") else (0, bound)
 
 
 def reference_inputs(params: Sequence[ArgSpec], seed: int) -> list[NDArray[Any]]:
-    """:func:`random_values` of a seed; ``RandomState``'s numbers are the same in every version of NumPy."""
+    """:func:`random_values` for a seed; ``RandomState`` gives the same numbers in every version of NumPy."""
     return list(random_values(params, np.random.RandomState(seed)))
 
 
 def random_values(params: Sequence[ArgSpec], rng: np.random.RandomState) -> Iterator[NDArray[Any]]:
-    """Values of all parameters: floats in [0.1, 1), away from zero and denormals; integers by :func:`integer_range`."""
+    """Random values of all parameters: floats in [0.1, 1), away from zero and denormals; integers by :func:`integer_range`."""
     bound = index_bound(params)
     for shape, dtype in params:
         yield np.array(drawn(dtype, shape, bound, rng), dtype)
 
 
 def drawn(dtype: str, shape: int | tuple[int, ...], bound: int, rng: Any) -> Any:
-    """Values for a parameter that are still to be cast to its dtype, by a ``RandomState`` of NumPy or of cupy."""
+    """Random values for a parameter, not yet cast to its dtype; `rng` is a ``RandomState`` of NumPy or of cupy."""
     if dtype == "bool":
         return rng.randint(0, 2, shape)
     if "int" in dtype:
@@ -98,7 +98,7 @@ def positions(size: int) -> NDArray[np.int64]:
 
 
 def summarise_outputs(task: str, seed: int, outputs: Mapping[int, NDArray[Any]]) -> Reference:
-    """Outputs by parameter as a :class:`Reference`."""
+    """The :class:`Reference` made of a task's outputs, which are given by parameter."""
     flat = {number: np.asarray(value).ravel() for number, value in outputs.items()}
     return Reference(
         task,
@@ -110,7 +110,7 @@ def summarise_outputs(task: str, seed: int, outputs: Mapping[int, NDArray[Any]])
 
 def output_error(found: Reference, expected: Reference) -> float:
     """Largest difference of outputs from a reference of the same task and seed, relative to the larger of the expected value
-    and the output's mean, as a sum may cancel; up to :data:`TOLERANCE` they are equal, as NaN equals NaN."""
+    and the output's mean, as a sum may cancel. NaN equals NaN. Outputs count as equal up to :data:`TOLERANCE`."""
     worst, tiny = 0.0, np.finfo(np.float32).tiny
     for number, values in expected.outputs.items():
         other, scale = found.outputs[number], expected.means[number]

@@ -1,5 +1,5 @@
-"""Loops of x86-64 instructions, assembled in memory, that take a number of iterations, a buffer's address and one argument
-more."""
+"""Loops of x86-64 instructions, assembled in memory. A loop takes the number of iterations, the address of a buffer and one
+more argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from iced_x86 import BlockEncoder, Code, Instruction, MemoryOperand, Register
 
-_BODY, _AGAIN = 1, 2  # what jumps go to
+_BODY, _AGAIN = 1, 2  # labels of jump targets
 _COUNT, _BUFFER, _ARGUMENT = Register.R15, Register.R14, Register.RBX
 _SAVED = (Register.RBX, Register.R14, Register.R15)
 _FIRST: dict[int, Any] = {128: Register.XMM0, 256: Register.YMM0, 512: Register.ZMM0}
@@ -33,12 +33,12 @@ def _of_buffer(offset: int = 0) -> MemoryOperand:
 
 
 def chain(length: int) -> Body:
-    """Additions that wait for each other."""
+    """Additions of which each waits for the one before it."""
     return [Instruction.create_reg_i32(Code.ADD_RM64_IMM8, Register.RAX, 1) for _ in range(length)]
 
 
 def alike(name: str, bits: int, number: int) -> Body:
-    """Multiply-adds (``fma``), divisions or shuffles of registers, loads from the buffer, or stores to it."""
+    """Instructions of one kind: multiply-adds (``fma``), divisions, shuffles, loads from the buffer, or stores to it."""
     code, first = _CODES[name, bits], _FIRST[bits]
     if name == "load":
         return [Instruction.create_reg_mem(code, first + i, _of_buffer(64 * i)) for i in range(number)]
@@ -48,7 +48,7 @@ def alike(name: str, bits: int, number: int) -> Body:
 
 
 def gather(bits: int, number: int) -> Body:
-    """Elements a cache line apart at most; each gather sets its mask anew, which it clears."""
+    """Gathers of elements at most a cache line apart; a gather clears its mask, so the mask is set again before each."""
     found: Body = []
     for i in range(number):
         memory = MemoryOperand(_BUFFER, _FIRST[bits] + 15, 4)
@@ -65,19 +65,19 @@ def gather(bits: int, number: int) -> Body:
 
 
 def call(number: int) -> Body:
-    """Calls of the function that the argument points to, of the buffer's first element."""
+    """Calls of the function that the loop's argument points to, on the buffer's first element."""
     load = Instruction.create_reg_mem(Code.VEX_VMOVSS_XMM_M32, Register.XMM0, _of_buffer())
     return [load, Instruction.create_reg(Code.CALL_RM64, _ARGUMENT)] * number
 
 
 def chase(number: int) -> Body:
-    """Loads of which each gives the next one's offset."""
+    """Loads, each of which gives the offset of the next one."""
     memory = MemoryOperand(_BUFFER, Register.RAX)
     return [Instruction.create_reg_mem(Code.MOV_R64_RM64, Register.RAX, memory)] * number
 
 
 def stream(bits: int, lines: int) -> Callable[[int, int, int], None]:
-    """A loop that loads so many lines in a row, as often as the argument says, from the buffer's beginning each time."""
+    """A loop whose every iteration reads the buffer from its beginning: `lines` cache lines, times the loop's argument."""
     memory = [MemoryOperand(Register.RAX, displ=at, displ_size=8) for at in range(0, 64 * lines, bits // 8)]
     code, first = _CODES["load", bits], _FIRST[bits]
     inner = [Instruction.create_reg_mem(code, first + i % 12, place) for i, place in enumerate(memory)]
@@ -93,13 +93,13 @@ def stream(bits: int, lines: int) -> Callable[[int, int, int], None]:
 
 
 def loop(body: Sequence[Instruction]) -> Callable[[int, int, int], None]:
-    """A function that runs a body as often as its first argument says."""
+    """A function that runs `body` as often as its first argument says."""
     begin = [Instruction.create_reg(Code.PUSH_R64, register) for register in _SAVED]
     begin += [
         Instruction.create_reg_reg(Code.MOV_R64_RM64, register, given)
         for register, given in ((_COUNT, Register.RDI), (_BUFFER, Register.RSI), (_ARGUMENT, Register.RDX))
     ]
-    for register in (Register.YMM13, Register.YMM14, Register.YMM15):  # zeros, also of what indices are made of
+    for register in (Register.YMM13, Register.YMM14, Register.YMM15):  # zeros, also in the registers that indices come from
         begin.append(Instruction.create_reg_reg_reg(Code.VEX_VXORPS_YMM_YMM_YMMM256, register, register, register))
     begin.append(Instruction.create_reg_reg(Code.XOR_R32_RM32, Register.EAX, Register.EAX))
     begin.append(Instruction.create(Code.NOPD))
@@ -118,5 +118,5 @@ def loop(body: Sequence[Instruction]) -> Callable[[int, int, int], None]:
     memory.write(code)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     function = ctypes.CFUNCTYPE(None, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)(address)
-    function.code = memory  # type: ignore[attr-defined]  # which lives as long as the function
+    function.code = memory  # type: ignore[attr-defined]  # it has to live as long as the function
     return function

@@ -1,5 +1,5 @@
-"""Finding the degree of parallelism: as many programs measured at the same time as leave the labels as they are when nothing
-else runs. DOPpler finds its degree by the same comparison."""
+"""Finding the degree of parallelism: how many programs can be measured at the same time without changing the labels that they
+get when nothing else runs. DOPpler finds its degree by the same comparison."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Labels = tuple[dict[str, float], float]
 
 @dataclass(frozen=True)
 class DegreeResult:
-    """How labels taken at one degree compare with labels taken alone, over `n` programs that have both: differences are of
-    |together / alone - 1|, ``bias`` is the median of together / alone - 1. None where there are none, or too few."""
+    """How labels taken at one degree (together) compare with labels taken while nothing else runs (alone), over `n` programs
+    that have both. Differences are |together / alone - 1|; ``bias`` is the median of together / alone - 1. None: too few."""
 
     degree: int
     labels_per_s: float
@@ -49,7 +49,7 @@ class DegreeResult:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The chosen degree and what it was chosen by; ``alone_again`` compares two runs alone, so it is noise."""
+    """The chosen degree and the results it was chosen by; ``alone_again`` compares two runs alone, so it shows the noise."""
 
     degree: int
     tolerance: float
@@ -58,7 +58,7 @@ class Calibration:
 
 
 def timed_labels(outcomes: Iterable[Outcome]) -> Labels:
-    """The labels of a run of an engine, and their rate."""
+    """The labels of an engine's run, and labels per second."""
     started = time.perf_counter()
     labels = {o.job.program.hash: o.latency_s for o in outcomes if o.latency_s is not None}
     return labels, len(labels) / max(time.perf_counter() - started, 1e-9)
@@ -70,15 +70,15 @@ def calibrate(
     tolerance: float,
     accept: Callable[[DegreeResult, DegreeResult], bool],
 ) -> Calibration:
-    """Measure the same programs alone, twice, and together at falling degrees; the first accepted degree wins, else 1.
-    `measure` takes the labels at a degree (None for alone). A median difference up to `tolerance`, or up to that of the two
-    runs alone, is accepted if `accept` is content with the result beside that of the second run alone. ProfilerError if no
-    program could be measured alone."""
+    """Measure the same programs twice alone, and together at falling degrees; the first accepted degree is chosen, else 1.
+    `measure` takes the labels at a degree (None: alone). A degree is accepted if its median difference is at most `tolerance`,
+    or at most that between the two runs alone, and if `accept` agrees, given the degree's result and that of the second run
+    alone. ProfilerError if no program could be measured alone."""
     first, _ = measure(None)
     again, rate_alone = measure(None)
     if not first:
         raise ProfilerError("not one program of the calibration sample could be measured")
-    # The better of two runs alone is the truth to compare with.
+    # The faster of the two runs alone is the reference.
     alone = {program: min(value, again.get(program, value)) for program, value in first.items()}
     noise = compare(1, first, again, rate_alone)
     results: list[DegreeResult] = []
@@ -98,8 +98,8 @@ def calibrate(
 def calibrate_cpu(
     jobs: Sequence[BuildJob], config: CpuConfig, device: Device, tolerance: float, notify: Callable[[str], None]
 ) -> Calibration:
-    """The degree for a share of this machine, by these programs: a mean difference of twice the tolerance is accepted too, or
-    that of labels taken alone."""
+    """The degree for a share of this machine, found with these programs. The mean difference, too, is limited: to twice the
+    tolerance, or to that between labels taken alone."""
     cores, sentinel, threads = usable_cores(), sentinel_job(), int(device.share)
     notify(f"calibrating the degree of parallelism on {len(jobs)} programs")
 
@@ -109,7 +109,7 @@ def calibrate_cpu(
             return timed_labels(engine.run(iter(jobs)))
 
     def accept(result: DegreeResult, alone: DegreeResult) -> bool:
-        # A few programs that live on memory bandwidth show in the mean.
+        # A few programs that are bound by memory bandwidth show only in the mean.
         limit = max(2 * tolerance, alone.mean_difference or 0.0)
         return result.mean_difference is not None and result.mean_difference <= limit
 
@@ -122,12 +122,12 @@ def calibrate_cpu(
 
 
 def halved(degree: int) -> list[int]:
-    """Degrees to try: this one, half of it, ... down to 1."""
+    """Degrees to try: `degree`, half of it, and so on down to 1."""
     return [degree, *halved(degree // 2)] if degree > 1 else [1]
 
 
 def compare(degree: int, alone: Mapping[str, float], other: Mapping[str, float], labels_per_s: float) -> DegreeResult:
-    """How labels differ from those taken alone."""
+    """How the labels `other`, taken at a degree, differ from those taken alone."""
     common = sorted(set(alone) & set(other))
     if not common:
         return DegreeResult(degree, labels_per_s)
@@ -139,7 +139,7 @@ def compare(degree: int, alone: Mapping[str, float], other: Mapping[str, float],
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Spearman's rank correlation; None for fewer than three values, or equal ones."""
+    """Spearman's rank correlation; None for fewer than three values, or if all of one side are equal."""
     import pandas as pd
 
     ranks = [pd.Series(list(values)).rank() for values in (a, b)]

@@ -1,4 +1,4 @@
-"""Programs compiled for CPUs that need not be here, and their instructions counted."""
+"""Compiling programs for CPUs, which need not be present, and counting their instructions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Programs between two writes of the counts.
+#: The counts are written to their file after this many programs each.
 _WRITE_EVERY = 512
 
 
@@ -41,8 +41,8 @@ def compile_programs(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] = logger.info,
 ) -> Report:
-    """Draw random programs of networks' tasks, compile them for an x86 CPU, which need not be here, and count their
-    instructions: a dataset without records, for ``data.unmeasured``. Arguments and errors as of
+    """Draw random programs of networks' tasks, compile them for an x86 CPU, which need not be present, and count their
+    instructions. The result is a dataset without records, for ``data.unmeasured``. Arguments and errors are those of
     :func:`~cdmpp.profiler.session.profile`."""
     require_decoder()
     path, cpu = Path(out), get_device(device)
@@ -75,12 +75,12 @@ def collect_codegen(
     progress: Callable[[int, int], None] | None = None,
     cpus: Sequence[Device] = (),
 ) -> Counts:
-    """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions; all, and
-    those without any record, also for these ``cpus``, on which nothing need be measured.
+    """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions. Programs
+    with any label, and those without any record, are also compiled for ``cpus``, on which nothing need be measured.
 
     A program that does not compile is left out. ``progress`` is called with the numbers of programs done and wanted.
-    DatasetError: no dataset in the folder, another device, or the file cannot be written; CdmppError: what decodes
-    instructions is not installed; ProfilerError: no such cluster, or the disk is full."""
+    DatasetError: no dataset in the folder, one of ``cpus`` is no x86 CPU, or the file cannot be written; CdmppError: the
+    instruction decoder is not installed; ProfilerError: no such cluster, or the disk is full."""
     require_decoder()
     if others := [cpu.name for cpu in cpus if not is_counted(cpu)]:
         raise DatasetError(f"{', '.join(others)}: only programs compiled for x86 CPUs are counted")
@@ -117,7 +117,7 @@ def collect_codegen(
 
 
 def _counts_in(folder: str | Path) -> Counts:
-    """The counts that a dataset has already."""
+    """The counts that the dataset in a folder has already."""
     path = Path(folder) / CODEGEN_FILE
     return load_codegen(path) if path.exists() else {}
 
@@ -130,7 +130,7 @@ def _compiled(
     counts: Counts,
     executor: Executor | None = None,
 ) -> Generator[Outcome]:
-    """Compile jobs and add what is counted; the file is written every few hundred programs, and in the end."""
+    """Compile jobs and add their counts to `counts`; the file is written every few hundred programs, and at the end."""
     folder = config.work_folder() if executor is None else None
     builder = BuildOnly(config, (ObjectBuilder, (cpu.target, folder, config, cpu), 10), executor)
     try:
@@ -138,7 +138,7 @@ def _compiled(
             for number, outcome in enumerate(engine.run(jobs), 1):
                 if outcome.status == "ok":
                     counts[outcome.job.program.hash, counts_key(cpu)] = outcome.built.counts
-                    Path(outcome.built.path).unlink(missing_ok=True)  # of another node, perhaps
+                    Path(outcome.built.path).unlink(missing_ok=True)  # it may be on another node
                 if number % _WRITE_EVERY == 0:
                     save_codegen(file, counts)
                 yield outcome

@@ -1,8 +1,8 @@
-"""What one core of this machine does in a nanosecond: clock, instructions by kind, and what comes from caches and memory.
+"""Rates of one core of this machine: clock, instructions per nanosecond by kind, latency and bandwidth of caches and memory.
 
-Loops of single instructions are assembled here, so that no compiler decides what is measured (as uops.info does: Abel and
-Reineke, ASPLOS'19). The clock is that of a chain of additions, one a cycle on every x86 core; beside vector arithmetic it shows
-what the core lowers it to. x86-64 with AVX2 alone.
+Loops of single instructions are assembled here, so that no compiler decides what is measured (as in uops.info: Abel and
+Reineke, ASPLOS'19). A chain of additions, one per cycle on every x86 core, gives the clock; mixed with vector arithmetic, it
+gives the clock to which such code lowers the core. Only for x86-64 with AVX2.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from cdmpp.errors import CdmppError
 
 logger = logging.getLogger(__name__)
 
-#: Seconds of a run, rounds over all loops, and how much the best of the one half of the rounds may be off the other's.
+#: Seconds of a run, rounds over all loops, and by how much the best rates of the two halves of the rounds may differ.
 _RUN_S, _ROUNDS, _TOLERANCE = 4e-3, 6, 0.03
-#: Times that loops are run again which differ by more.
+#: How often loops whose halves differ by more are run again.
 _REPEATS = 3
-#: Instructions in a row, which write to different registers.
+#: Instructions in a row, each of which writes to another register.
 _UNROLLED = 12
-#: Bytes beyond every last-level cache, and of a cache line.
+#: Bytes of a buffer larger than every last-level cache, and of a cache line.
 _MEMORY_BYTES, _LINE = 256 << 20, 64
 _KB = 1024
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A loop: ``per_run`` of what is counted in each of its iterations, on a buffer if it has one."""
+    """A loop that does ``per_run`` of the counted operations or bytes in each iteration, on ``buffer`` if there is one."""
 
     name: str
     code: Callable[..., float]
@@ -47,11 +47,11 @@ class _Kernel:
 
 
 def core_rates(device: Device) -> tuple[dict[str, float], list[str]]:
-    """Rates of one core, and why some are missing; some ten seconds. ``clock_ghz``, ``clock_256_ghz`` and ``clock_512_ghz``
-    (beside vector arithmetic), instructions a nanosecond (``fma_256_per_ns``: multiply-adds, loads, stores, shuffles, divides
-    by bits; gathered elements; calls of ``expf``), and of each cache level and memory the latency (``l2_ns``) and the bandwidth
-    of loads (``l2_gb_s``). CdmppError: no x86-64 with AVX2, no iced-x86, or another program uses the core, so that the clock is
-    not the same twice."""
+    """Rates of one core, and the reasons why some are missing; takes about ten seconds. They are ``clock_ghz``,
+    ``clock_256_ghz`` and ``clock_512_ghz`` (mixed with vector arithmetic); instructions per nanosecond (``fma_256_per_ns``:
+    multiply-adds, loads, stores, shuffles and divides by vector bits; gathered elements; calls of ``expf``); and the latency
+    (``l2_ns``) and load bandwidth (``l2_gb_s``) of each cache level and of memory. CdmppError: no x86-64 with AVX2, no
+    iced-x86, or another program uses the core, so that two measurements of the clock differ."""
     asm = _assembler(device)
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(before)})
@@ -62,7 +62,7 @@ def core_rates(device: Device) -> tuple[dict[str, float], list[str]]:
 
 
 def with_clock(device: Device) -> Device:
-    """The CPU at hand with its clock as measured now; as it is where that cannot be measured, or is not steady."""
+    """This machine's CPU, `device`, with its clock measured now; unchanged if the clock cannot be measured or is not steady."""
     try:
         asm = _assembler(device)
         rates, _ = _measure([_Kernel("clock_ghz", asm.loop(asm.chain(40)), 40)])
@@ -73,7 +73,7 @@ def with_clock(device: Device) -> Device:
 
 
 def with_known_clock(device: str | Device) -> Device:
-    """A device; the CPU at hand :func:`with_clock` where neither the table nor its maker says at what clock it runs."""
+    """A device; for this machine's CPU, :func:`with_clock` if neither the table nor its maker states its clock."""
     found = get_device(device)
     told = found.kind != "cpu" or "clock_ghz" in found.measured or found.boost_mhz
     return found if told or found.base != get_device("this-cpu").base else with_clock(found)
@@ -105,7 +105,7 @@ def _measure(kernels: Sequence[_Kernel]) -> tuple[dict[str, float], list[str]]:
         if name.startswith("clock"):
             raise CdmppError(f"other work on this machine: {reason}; measure again when it is idle")
     found = {name: max(halves) for name, halves in best.items() if name not in unsteady}
-    # a latency is what a step takes
+    # the rates of latency loops are steps per nanosecond: the latency is the inverse
     latencies = {name for name in found if name.endswith("_ns") and "_per_" not in name}
     return {n: 1 / rate if n in latencies else rate for n, rate in found.items()}, list(unsteady.values())
 
@@ -115,10 +115,10 @@ def _spread(halves: Sequence[float]) -> float:
 
 
 def _rate(kernel: _Kernel) -> float:
-    """Of what is counted, how much in a nanosecond; the number of iterations is doubled until a run is long enough."""
+    """The loop's rate per nanosecond; the number of iterations is at least doubled until a run is long enough."""
     runs, address = 64, 0 if kernel.buffer is None else kernel.buffer.ctypes.data
     while True:
-        began = time.thread_time_ns()  # of this thread alone: others may take the core between
+        began = time.thread_time_ns()  # CPU time of this thread only: others may take the core in between
         kernel.code(runs, address, kernel.argument)
         took = time.thread_time_ns() - began
         if took > 1e9 * _RUN_S:
@@ -145,7 +145,7 @@ def _kernels(asm: Any, device: Device) -> Iterable[_Kernel]:
     for level, kb in (*levels.items(), ("memory", _MEMORY_BYTES / _KB)):
         if not kb:
             continue
-        # half of a level, and more than the level before it has; of a cache that others use too no more than a quarter
+        # half of a level; for L3, which other cores use too, a quarter at most, but at least twice the level before it
         size = int(_KB * (kb / 2 if level != "l3" else max(2 * below, min(kb / 4, 4 * below))))
         below = kb
         chain = _cycle(size // _LINE)
@@ -155,14 +155,14 @@ def _kernels(asm: Any, device: Device) -> Iterable[_Kernel]:
 
 
 def _pages(bytes_: int) -> np.ndarray:
-    """Zeros that begin with a page, int64."""
+    """Zeros (int64) that begin at a page boundary."""
     buffer = np.zeros(bytes_ // 8 + 512, dtype=np.int64)
     start = -buffer.ctypes.data % 4096 // 8
     return buffer[start : start + bytes_ // 8]
 
 
 def _cycle(lines: int) -> np.ndarray:
-    """Cache lines of which each begins with the offset of another one, all in one random cycle."""
+    """Cache lines, each of which begins with the offset of the next one in a random cycle through all of them."""
     found = _pages(lines * _LINE)
     order = np.random.default_rng(0).permutation(lines)
     found[order * (_LINE // 8)] = np.roll(order, -1) * _LINE

@@ -1,6 +1,6 @@
-"""CPUs: processes that own their cores and take latency samples, and what deals programs to them.
+"""Measuring on CPUs: processes that own their cores and take latency samples, and a measurer that deals programs to them.
 
-State that a label depends on, and how it is fixed here:
+A label depends on the following state, which is fixed here:
 
 * **Cores**: the process is pinned to its cores, with one thread of TVM's pool on each, under the real-time scheduler where the
   system allows it, so that builders on the same core wait.
@@ -10,9 +10,9 @@ State that a label depends on, and how it is fixed here:
 * **Interleaving**: the samples of a batch of programs are taken in turn (A B C A B C ...), so that a slow disturbance hits all
   of them and is seen by the split-half difference.
 * **Disturbance**: a sample counts if a :class:`~cdmpp.profiler.machine.Sentinel` finds the core undisturbed before and after it
-  and the thread was not preempted; builders use the core while it waits. A program that gets too few such samples in its time
-  is reported with the others, and with their share. The time of a sentinel program before and after each batch, and the
-  hypervisor's steal time, come with the results.
+  and the thread was not preempted; builders use the core while it waits. If a program gets too few such samples in its time,
+  the disturbed ones are used too, and their share is reported. The time of a sentinel program before and after each batch,
+  and the hypervisor's steal time, come with the results.
 """
 
 from __future__ import annotations
@@ -44,38 +44,38 @@ from cdmpp.program.types import Program, Task
 if TYPE_CHECKING:
     from cdmpp.profiler.arguments import ArgSpec
 
-#: Bytes of arguments kept between batches for programs of equal signature.
+#: Bytes of arguments that are kept between batches, for programs with the same signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
-#: A program whose fastest samples take so many times as long as the best of its task is clearly slower: two undisturbed ones
-#: are enough, as labels repeat to a few per cent.
+#: A program whose fastest sample takes more than this many times as long as the best of its task is clearly slower. For it two
+#: undisturbed samples are enough, as labels repeat to a few per cent.
 _CLEARLY_SLOWER = 1.25
-#: Samples in all, disturbed ones included, relative to ``SamplingPlan.max_samples``.
+#: Most samples of a program, disturbed ones included, as a multiple of ``SamplingPlan.max_samples``.
 _MAX_TAKEN = 2
-#: Undisturbed samples of the sentinel program, of three times as many attempts.
+#: Undisturbed samples to take of the sentinel program, in at most three times as many attempts.
 _SENTINEL_SAMPLES = 3
-#: From here on a run is timed from Python (2 us of overhead) without an untimed run before it: refilling the
-#: caches is a vanishing part of it, and the untimed run would double the cost.
+#: A run of at least this length is timed from Python (2 us of overhead) without an untimed run before it: refilling the
+#: caches is a negligible part of it, and the untimed run would double the cost.
 _LONG_RUN_S = 0.02
-#: Stacks, and temporary arrays on them, differ between processes by multiples of 16 bytes; at every other one vectors cross
-#: lines. So both are sampled: bytes by which the stack is lower.
+#: Bytes by which the stack is lowered. The addresses of stacks, and of temporary arrays on them, differ between processes by
+#: multiples of 16 bytes; at every other multiple, vectors cross cache lines. So both cases are sampled.
 _STACKS = (16, 32)
 
-#: Drift is relative to this quantile of the sentinel times so far: disturbances only add time.
+#: Drift is relative to this quantile of the sentinel program's times so far, as disturbances only add time.
 _BASELINE_QUANTILE = 0.1
 #: A program whose samples were mostly disturbed is measured again after this time, when a neighbour may be done.
 _LATER_S = 20.0
-#: That is given up where it helps fewer than this share of the programs, judged after so many.
+#: No program is measured again for that if it helps no more than this share of them, judged after this many.
 _LATER_HELPS, _LATER_TRIALS = 0.3, 16
-#: Programs that may wait for that: their shared objects lie in memory.
+#: Most programs that may wait for that, as their shared objects lie in memory.
 _MAX_LATER = 256
-#: A folder with less space left is full.
+#: A folder with fewer free bytes counts as full.
 _FULL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class SharedObject(engine.Built):
-    """What became of a job at building; ``path`` and ``args`` are set if ``status`` is ``ok``. Where it was built on another
-    machine, ``code`` refers to the file's content. ``counts`` are of its instructions, where they are asked for."""
+    """The result of building a job; ``path`` and ``args`` are set if ``status`` is ``ok``. If it was built on another machine,
+    ``code`` refers to the file's content. ``counts`` are its instruction counts, if they were asked for."""
 
     program: str
     path: str = ""
@@ -87,8 +87,8 @@ class SharedObject(engine.Built):
 
 @dataclass(frozen=True)
 class BatchDone:
-    """Sent after a batch: what the machine did meanwhile. Before, each program's first run is announced by :class:`Running`,
-    and the sampling of the batch by an empty one."""
+    """Sent after a batch: how the machine behaved meanwhile. Before that, a :class:`Running` announces each program's first
+    run, and an empty one announces the sampling of the batch."""
 
     sentinel_before_s: float
     sentinel_after_s: float
@@ -97,7 +97,7 @@ class BatchDone:
 
 
 class Arguments:
-    """Arguments by signature, least recently used given up first; allocated on a TVM device, None for this CPU."""
+    """A cache of arguments by signature, which drops the least recently used first; `where` is a TVM device, None: this CPU."""
 
     def __init__(self, seed: int, where: Any = None) -> None:
         self._rng, self._where = np.random.RandomState(seed), where
@@ -143,14 +143,14 @@ class LoadedProgram:
         return tvm.runtime.load_module(path)
 
     def start(self) -> None:
-        """First run (page faults, lazy binding), then the length of a sample."""
+        """Do the first run (page faults, lazy binding), then find how many runs make a sample."""
         import tvm
 
         run_s = self.first_s = self._run_once()
         if run_s < _LONG_RUN_S:
-            run_s = self._run_once()  # warm: the first may have been ten times longer
+            run_s = self._run_once()  # warm: the first run may have taken ten times as long
         if self.plan.repeats(run_s) > 20:
-            # Calls from Python cost some 2 us; short programs are gauged inside the runtime.
+            # A call from Python costs some 2 us, so short programs are timed inside the runtime.
             run_s = self.module.time_evaluator("main", tvm.cpu(0), number=10)(*self.args).mean
         self.repeats = self.plan.repeats(len(_STACKS) * run_s)
         if run_s < _LONG_RUN_S:
@@ -163,7 +163,7 @@ class LoadedProgram:
         return time.perf_counter() - started
 
     def _timed_s(self, lower: int) -> float:
-        """Without the extension the stack stays."""
+        """Time with the stack `lower` bytes lower; without the C++ extension the stack stays where it is."""
         from cdmpp.program.ast import extension
 
         try:
@@ -187,7 +187,7 @@ class LoadedProgram:
 
     @property
     def clearly_slower(self) -> bool:
-        """Than the best of its task, as far as that is known."""
+        """Whether it is clearly slower than the best of its task, if that is known."""
         return self.best_s is not None and len(self.calm) >= 2 and min(self.calm) > _CLEARLY_SLOWER * self.best_s
 
     @property
@@ -197,7 +197,7 @@ class LoadedProgram:
             return False
         patient = self.waited_s < self.plan.max_wait_s and self.sentinel.patient
         if taken >= max(2, self.plan.min_samples // 2) and self.disturbed and not patient:
-            # More of the same would only keep builders from the core; it is measured again later.
+            # More disturbed samples would only keep builders from the core; the program is measured again later.
             return False
         return taken < _MAX_TAKEN * self.plan.max_samples and self.plan.needs_more(self.calm, 0.0)
 
@@ -213,7 +213,7 @@ class LoadedProgram:
 def measure_batch(
     batch: list[SharedObject], config: CpuConfig, load: Callable[[SharedObject], LoadedProgram]
 ) -> Iterator[engine.Running | engine.Measured]:
-    """Measure `batch` interleaved; yields what the parent should know, results as soon as they are final."""
+    """Measure the programs of `batch` interleaved; yields messages for the parent, results as soon as they are final."""
     loaded: list[LoadedProgram] = []
     for built in batch:
         yield engine.Running((built.program,), config.first_run_s)
@@ -254,12 +254,12 @@ def measure_batch(
 def measure_worker(
     connection: Connection, config: CpuConfig, cores: tuple[int, ...], sentinel: SharedObject | None
 ) -> None:
-    """Serve lists of :class:`SharedObject` on its cores, a thread on each (runs in its own process)."""
+    """Measure list after list of :class:`SharedObject` on `cores`, with a thread on each (runs in its own process)."""
     machine.die_with_parent()
     machine.pin(cores)
 
-    # Read when the thread pool starts, which is at the first parallel program. Binding is left to the pinning
-    # above: the runtime would bind its threads to the machine's first cores, whoever owns them.
+    # TVM reads these when its thread pool starts, at the first parallel program. The pinning above replaces TVM's own binding,
+    # which would bind the threads to the machine's first cores, whoever owns those.
     os.environ["TVM_NUM_THREADS"] = str(len(cores))
     os.environ["TVM_BIND_THREADS"] = "0"
     scheduler = machine.own_the_core() if config.realtime else "normal"
@@ -303,28 +303,28 @@ def measure_worker(
 
 @dataclass(frozen=True, kw_only=True)
 class CpuConfig(engine.BuildConfig):
-    """How programs are built and measured on a CPU; none of it may change a label beyond its noise."""
+    """How programs are built and measured on a CPU; no option may change a label by more than its noise."""
 
-    #: Programs of a task that are sampled in turn.
+    #: Programs of one task that are sampled in turn.
     batch_size: int = 8
     #: A program whose first run takes longer is not sampled.
     run_timeout_s: float = 2.0
-    #: Allowed for loading a program and filling its arguments before its first run.
+    #: Seconds allowed for loading a program and filling its arguments before its first run.
     loading_s: float = 10.0
     plan: engine.SamplingPlan = field(default_factory=engine.SamplingPlan)
     #: A batch during which the hypervisor took more than this share of the cores, or the sentinel program's time changed
     #: by more than this fraction, is measured once more.
     max_steal_pct: float = 2.0
     max_drift: float = 0.05
-    #: A program of which more than this share of the samples was disturbed is measured again a while later.
+    #: A program is measured again a while later if more than this share of its samples was disturbed.
     max_disturbed: float = 0.25
-    #: Times that a program is measured at most for these reasons; the fastest label counts.
+    #: A program is measured at most this many times for these reasons; the fastest label counts.
     max_attempts: int = 3
     #: Ask for the real-time scheduler.
     realtime: bool = True
     #: Folder in which shared objects are kept between runs; None keeps none.
     object_cache: str | None = None
-    #: Where shared objects are kept meanwhile; default a fresh folder in memory.
+    #: Where shared objects are kept during a run; by default in a fresh folder in memory.
     work_dir: str | None = None
 
     @property
@@ -347,7 +347,7 @@ class CpuConfig(engine.BuildConfig):
 
 
 def threads_of(device: Device) -> int:
-    """Cores of a CPU's share; ProfilerError where it is not this machine, or has not so many."""
+    """Cores in a CPU's share; ProfilerError if it is not this machine's, or this process may not use so many."""
     if device.kind != "cpu":
         raise ProfilerError(
             f"{device.name} is a {device.kind}: cdmpp.profiler.gpu.measure.profile_gpu measures those of this machine, "
@@ -363,8 +363,8 @@ def threads_of(device: Device) -> int:
 
 
 def sentinel_job() -> engine.BuildJob:
-    """The program that shows how the machine drifts, the same arithmetic everywhere: a 96x96x96 float32 matrix product,
-    unscheduled, some 100 us on one core, in the caches, no threads."""
+    """The program that shows how the machine drifts. Its arithmetic is the same on every machine: an unscheduled 96x96x96
+    float32 matrix product, which fits in the caches and takes some 100 us on one core, without threads."""
     tvm = import_tvm()
     from tvm import te
 
@@ -379,7 +379,7 @@ def sentinel_job() -> engine.BuildJob:
 
 
 class ObjectBuilder:
-    """Turns jobs into shared objects in a folder (None: one of its own), and counts instructions for a CPU that is given."""
+    """Compiles jobs to shared objects in a folder (None: one of its own), and counts their instructions if `cpu` is given."""
 
     def __init__(
         self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig, cpu: Device | None = None
@@ -388,7 +388,7 @@ class ObjectBuilder:
         from cdmpp.program.codegen.core import core_name, core_of
 
         folder = folder or config.work_folder()
-        with (folder / f"stderr-{os.getpid()}").open("ab") as complaints:  # of C++ code, too
+        with (folder / f"stderr-{os.getpid()}").open("ab") as complaints:  # C++ code writes there, too
             os.dup2(complaints.fileno(), 2)
         import_tvm()
         self._target, self._folder = dict(target), folder
@@ -436,12 +436,12 @@ class _Item:
     built: SharedObject
     deaths: int = 0
     attempts: int = 0
-    #: Of the attempt that goes on; the best of those before.
+    #: Results of the current attempt, and of the best one before it.
     measured: engine.Measured | None = None
     best: engine.Measured | None = None
 
     def settle(self) -> None:
-        """Let the best attempt so far be the result: undisturbed before disturbed, then fast before slow."""
+        """Make the best attempt so far the result: an undisturbed one before a disturbed one, then the fastest."""
         tries = [m for m in (self.best, self.measured) if m is not None and m.status == "ok"]
         if tries:
             self.best = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, engine.label(m.samples_s)))
@@ -450,9 +450,9 @@ class _Item:
 
 class CpuMeasurer(engine.Measurer):
     """Deals batches of programs to measuring processes that own their cores; decides what is measured again. Programs are
-    compiled for the TVM target dictionary `target`; `sentinel` (:func:`sentinel_job`) is timed around every batch to see drift.
-    Without `overlap` everything is built first. ProfilerError on opening where there are no cores, or the sentinel program does
-    not build; later, if all devices are lost."""
+    compiled for the TVM target dictionary `target`; `sentinel` (:func:`sentinel_job`) is timed before and after every batch to
+    see drift. Without `overlap` everything is built before anything is measured. ProfilerError on opening if there are no
+    cores, or the sentinel program does not build; later, if all devices are lost."""
 
     config: CpuConfig
 
@@ -472,13 +472,13 @@ class CpuMeasurer(engine.Measurer):
         self._batches: deque[list[_Item]] = deque()
         self._later: deque[tuple[float, _Item]] = deque()
         self._retried = self._recovered = 0
-        #: In order, by node.
+        #: Times of the sentinel program by node, in ascending order.
         self._sentinel_times_s: dict[str, list[float]] = defaultdict(list)
 
     def open(self, build_now: Callable[[engine.BuildJob], Any]) -> None:
         config = self.config
         self._folder = config.work_folder() if self.executor.local else None
-        # Measuring processes preempt builders by themselves where they run under the real-time scheduler.
+        # Under the real-time scheduler measuring processes preempt builders anyway.
         niceness = 0 if config.realtime else 10
         self.builder = (ObjectBuilder, (self._target, self._folder, config), niceness)
         sentinel = None if self._sentinel is None else build_now(self._sentinel)
@@ -517,7 +517,7 @@ class CpuMeasurer(engine.Measurer):
                     self._batches.appendleft(batch)
 
     def _form_batches(self, coming: Sequence[engine.BuildJob]) -> None:
-        """Programs of one task; fewer than a batch only where no more of the task can join them."""
+        """Form batches of programs of one task; smaller ones only where no more programs of the task can join them."""
         size, tasks = self.config.batch_size, {job.task.hash for job in coming}
         for task, items in list(self._built.items()):
             while len(items) >= size:
@@ -597,7 +597,7 @@ class CpuMeasurer(engine.Measurer):
         self.finish(item.job, item.built, measured, **meta)
 
     def _device_lost(self, worker: Worker, reason: str) -> None:
-        """Go on without it; what it was measuring is not measured elsewhere, as it may have been the cause."""
+        """Go on without the device. Programs that it was measuring are not measured elsewhere: one may be the cause."""
         batch, _ = worker.load
         worker.kill()
         self.workers.remove(worker)
@@ -611,7 +611,7 @@ class CpuMeasurer(engine.Measurer):
             raise ProfilerError(f"no device is left to measure on: {reason}; what was measured is kept (--resume)")
 
     def _runner_died(self, worker: Worker, reason: str) -> None:
-        """Find out which program of the batch did it: the rest is measured again, each alone."""
+        """Find out which program of the batch ended the process: those without a result are measured again, each alone."""
         batch, _ = worker.load
         worker.replace()
         for item in batch:

@@ -1,8 +1,8 @@
-"""Programs in, outcomes out: builders are kept busy beside whatever measures. The idea is DOPpler's: what does not touch the
-timing (rebuilding, compiling, loading) overlaps with measuring, which is parallel as far as a calibration allows. How programs
-of a device are built and measured is its :class:`Measurer`'s.
+"""Takes programs and gives outcomes, keeping builders busy while others measure. The idea is DOPpler's: work that does not
+affect the timing (rebuilding, compiling, loading) overlaps with measuring, which is parallel as far as a calibration allows.
+The :class:`Measurer` of a device says how its programs are built and measured.
 
-How samples become a label, its noise, and whether to go on sampling, are functions of numbers, without a clock.
+The label of samples, its noise, and the decision to go on sampling, are functions of numbers alone: they read no clock.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 class SamplingPlan:
     """How one program is sampled."""
 
-    #: A sample is the mean of as many back-to-back runs as fill this time.
+    #: A sample is the mean of as many back-to-back runs as fill this time (seconds).
     min_sample_s: float = 0.002
-    #: Samples taken before the first decision, and at most.
+    #: Samples taken before the first decision to stop, and the most that are taken.
     min_samples: int = 8
     max_samples: int = 24
     #: Sampling stops when the split-half difference is at most this (0.01 is 1 %).
     target_noise: float = 0.01
-    #: Time that one program's samples may take. Slow programs get fewer samples for it, at least two: a long sample
-    #: averages its own noise.
+    #: Seconds that one program's samples may take. So slow programs get fewer samples, but at least two: a long sample
+    #: averages out its own noise.
     max_measure_s: float = 0.25
-    #: Time that one program's samples may wait, in all, for the core to be undisturbed.
+    #: Seconds that one program's samples may wait, in all, for the core to be undisturbed.
     max_wait_s: float = 0.6
 
     def repeats(self, run_s: float) -> int:
-        """Runs that make one sample of a program that takes `run_s` seconds."""
+        """Number of runs in one sample of a program that takes `run_s` seconds."""
         return max(1, int(np.ceil(self.min_sample_s / max(run_s, 1e-9))))
 
     def needs_more(self, samples_s: Sequence[float], spent_s: float) -> bool:
@@ -54,7 +54,7 @@ class SamplingPlan:
             return True
         if n >= self.max_samples or spent_s >= self.max_measure_s:
             return False
-        # Halves of equal size only, so that the decision is about what is reported.
+        # Only halves of equal size, so that the decision is made on the noise that is reported.
         return n < self.min_samples or n % 2 == 1 or split_half_difference(samples_s) > self.target_noise
 
 
@@ -73,15 +73,15 @@ def split_half_difference(samples_s: Sequence[float]) -> float:
     return abs(odd - even) / ((odd + even) / 2)
 
 
-#: Seconds in which a fresh builder has to build a small program.
+#: Seconds within which a fresh builder has to build a small program.
 _FIRST_BUILD_S = 120.0
-#: Between two questions for a job while there is nothing to do.
+#: Seconds between two requests for a job while there is nothing to do.
 _IDLE_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """How programs are built: by so many processes (None: one a core), each in so many CPU seconds at most."""
+    """How programs are built: number of processes (None: one per core), and the most CPU seconds for a program."""
 
     builders: int | None = None
     build_timeout_s: float = 20.0
@@ -89,7 +89,7 @@ class BuildConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What a builder has made of a job, base of a device's own. ``status`` is ``ok``, ``build_error``, ``build_timeout`` or
+    """The result of building a job; base class. ``status`` is ``ok``, ``build_error``, ``build_timeout`` or
     ``invalid_config`` (the program cannot run on any device of this sort, or cannot be rebuilt); ``error`` says why."""
 
     status: str = "ok"
@@ -99,7 +99,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Running:
-    """Sent by a measuring process when what runs changes, with the seconds that it may take: programs by their hash."""
+    """Sent by a measuring process when it starts to run other programs (hashes), with the seconds that they may take."""
 
     programs: tuple[str, ...] = ()
     timeout_s: float = float("inf")
@@ -107,7 +107,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Measured:
-    """Samples of one program (its hash), or why there are none; ``run_s`` is what loading it and taking them took."""
+    """Samples of one program (its hash), or why there are none; ``run_s``: seconds for loading it and taking them."""
 
     program: str
     status: str
@@ -129,14 +129,14 @@ class BuildJob:
 
     @property
     def built(self) -> Built | None:
-        """What there is of it already, if it need not be built."""
+        """The result of building it, if there is one already; None if it is still to be built."""
         return None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """One measured (or failed) program. ``noise`` is the relative split-half difference of ``latency_s``; both are None unless
-    ``status`` is ``ok``. ``built`` is set where nothing was to be measured."""
+    ``status`` is ``ok``. ``built`` is set if there was nothing to measure."""
 
     job: Any
     status: str
@@ -157,8 +157,8 @@ def add_program(dataset: Dataset, job: BuildJob) -> None:
 
 
 def add_outcome(dataset: Dataset, device: str, outcome: Outcome, meta: Mapping[str, Any]) -> None:
-    """Put what became of a program into a dataset, with its task and space; `meta` is of the record besides the outcome's."""
-    from cdmpp.dataset import Record  # and with it pandas, which processes that build or measure do not need
+    """Put the record of an outcome into a dataset, with its program, task and space; `meta` is added to the outcome's own."""
+    from cdmpp.dataset import Record  # here, as it imports pandas, which processes that build or measure do not need
 
     job = outcome.job
     add_program(dataset, job)
@@ -168,17 +168,17 @@ def add_outcome(dataset: Dataset, device: str, outcome: Outcome, meta: Mapping[s
 
 
 def last_line(err: Exception) -> str:
-    """What TVM says went wrong, which is below its own call stack."""
+    """The last line of an error: TVM writes its message below its own call stack."""
     return (str(err).strip().splitlines() or [type(err).__name__])[-1]
 
 
-#: A class that builds, made in each building process with these arguments, and the process's niceness. Objects of it are
-#: called with a job and give what was built; a ProfilerError ends the run.
+#: A class, the arguments with which each building process makes an object of it, and the niceness of that process. The object
+#: is called with a job and returns the result of building it; a ProfilerError ends the run.
 Builder = tuple[Callable[..., Callable[[Any], Built]], tuple[Any, ...], int]
 
 
 def build_worker(connection: Connection, builder: Builder) -> None:
-    """Build job after job until the connection closes (runs in its own process; it never runs what it built)."""
+    """Build job after job until the connection closes (runs in its own process, which never runs what it built)."""
     make, args, niceness = builder
     machine.die_with_parent()
     os.nice(niceness)  # measuring processes go first
@@ -192,21 +192,21 @@ def build_worker(connection: Connection, builder: Builder) -> None:
 
 
 class Executor:
-    """Builders, and what measures on each of `core_groups`, as processes here; :mod:`cdmpp.profiler.ray` has those of a
-    cluster."""
+    """Starts builders, and a measuring process on each of `core_groups`, on this machine; :mod:`cdmpp.profiler.ray` does so on
+    a cluster."""
 
-    #: Whether all of them see this machine's files.
+    #: Whether all these processes see this machine's files.
     local = True
 
     def __init__(self, core_groups: Sequence[tuple[int, ...]] = ()) -> None:
         self._core_groups, self.degree = core_groups, len(core_groups)
 
     def facts(self) -> dict[str, Any]:
-        """Where they run, as JSON values."""
+        """Where the processes run, as JSON values."""
         return {"core_groups": self._core_groups}
 
     def builder_count(self, asked: int | None) -> int:
-        """Builders to start: as many as asked for, if a number is."""
+        """Number of builders to start: `asked`, or one for each usable core if it is None."""
         return max(1, asked or len(machine.usable_cores()))
 
     def builders(self, builder: Builder, count: int) -> list[Any]:
@@ -214,19 +214,19 @@ class Executor:
         return [Worker(build_worker, (builder,), f"builder-{i}", of_cpu_time=True) for i in range(count)]
 
     def measurers(self, serve: Callable[..., None], config: BuildConfig, sentinel: Any) -> list[Any]:
-        """Start what measures: `serve` with a connection, `config`, cores of its own, and the sentinel program."""
+        """Start measuring processes: each runs `serve` with a connection, `config`, its own cores and the sentinel program."""
         if not self._core_groups or not all(self._core_groups):
             raise ProfilerError("no cores to measure on")
         return [Worker(serve, (config, cores, sentinel), f"runner-{cores[0]}") for cores in self._core_groups]
 
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
-        """The busy ones of `workers` that have a message or are dead, waiting at most `timeout_s`."""
+        """The busy ones of `workers` that have a message or are dead; waits at most `timeout_s` for one."""
         busy = {w.connection: w for w in workers if w.load is not None}
         return [busy[c] for c in wait(list(busy), timeout_s)] if busy else []
 
 
 class Measurer:
-    """How programs of one sort of device are built and measured: base of what an :class:`Engine` works with."""
+    """How programs of one sort of device are built and measured: the base class of what an :class:`Engine` uses."""
 
     #: Set by :meth:`open` at the latest.
     builder: Builder
@@ -239,7 +239,7 @@ class Measurer:
         self.outcomes: deque[Outcome] = deque()
 
     def open(self, build_now: Callable[[BuildJob], Any]) -> None:
-        """Start the measuring processes; `build_now` builds one program while nothing else goes on."""
+        """Start the measuring processes; `build_now` builds one program while nothing else runs."""
 
     def close(self, *, kill: bool) -> None:
         """End the measuring processes."""
@@ -247,12 +247,12 @@ class Measurer:
             (worker.kill if kill else worker.close)()
 
     def accepts(self, building: int) -> bool:
-        """Whether another job should be drawn while so many are being built."""
+        """Whether another job should be drawn while `building` jobs are being built."""
         return True
 
     @property
     def waiting(self) -> bool:
-        """Whether there are programs that were built and are in no measuring process."""
+        """Whether there are programs that were built and are not yet in a measuring process."""
         return False
 
     def add(self, job: BuildJob, built: Any) -> None:
@@ -260,20 +260,20 @@ class Measurer:
         raise NotImplementedError
 
     def feed(self, coming: Sequence[BuildJob]) -> None:
-        """Give work to measuring processes that are idle; `coming` is what is still being built."""
+        """Give work to measuring processes that are idle; `coming` are the jobs that are still being built."""
 
     def receive(self, worker: Worker) -> None:
-        """Read one message of a measuring process (or find that it died)."""
+        """Read one message from a measuring process (or find that it died)."""
 
     def overdue(self, worker: Worker) -> None:
         """Deal with a measuring process that missed its deadline."""
 
     def fail(self, job: Any, status: str, error: str, **meta: Any) -> None:
-        """Give a failure as the job's outcome."""
+        """Make a failure the job's outcome."""
         self.outcomes.append(Outcome(job, status, error=error, meta=meta))
 
     def finish(self, job: BuildJob, built: Built, measured: Measured, **meta: Any) -> None:
-        """Give the label of samples, or why there are none, as the job's outcome."""
+        """Make the label of the samples, or the reason why there are none, the job's outcome."""
         times = {"build_s": round(built.build_s, 4), "run_s": round(measured.run_s, 4)}
         meta = {**times, **meta, **measured.meta}
         if measured.status != "ok":
@@ -287,7 +287,7 @@ class Measurer:
 
 
 class BuildOnly(Measurer):
-    """Measures nothing: the outcome of a job is what was built."""
+    """Measures nothing: the outcome of a job holds the result of building it."""
 
     def __init__(self, config: BuildConfig, builder: Builder, executor: Executor | None = None) -> None:
         super().__init__(config, executor)
@@ -306,7 +306,7 @@ class Engine:
         self._count = self._executor.builder_count(self.config.builders)
         self._builders: list[Worker] = []
         self._cancelled = False
-        #: Jobs, and how many builders died over each; the load of a builder, too, is such a pair.
+        #: Each job with the number of builders that died over it; the load of a builder is such a pair, too.
         self._to_build: deque[tuple[Any, int]] = deque()
 
     def __enter__(self) -> Engine:
@@ -321,7 +321,7 @@ class Engine:
         self._close(kill=kind is not None)
 
     def cancel(self) -> None:
-        """Have :meth:`run` end without waiting for what is built or measured; from any thread."""
+        """Make :meth:`run` end without waiting for programs being built or measured; may be called from any thread."""
         self._cancelled = True
 
     def _close(self, *, kill: bool) -> None:
@@ -351,8 +351,8 @@ class Engine:
 
     def run(self, jobs: Iterator[Any]) -> Iterator[Outcome]:
         """Measure `jobs`, yielding outcomes as they become final, in any order. The iterator is asked for a job when a builder
-        is about to be idle; None means "nothing yet", when what comes next depends on outcomes. ProfilerError if there is no
-        space left for what is built, or the device is lost; all that is final was yielded before."""
+        is about to be idle; None means "nothing yet", as what comes next depends on outcomes. ProfilerError if there is no
+        space left for programs, or the device is lost; all final outcomes are yielded before it is raised."""
         measurer, exhausted = self.measurer, False
         while not self._cancelled:
             if not exhausted:
@@ -379,7 +379,7 @@ class Engine:
                 raise
 
     def _draw(self, jobs: Iterator[Any]) -> bool:
-        """Keep a few jobs in the queue; False when there are no more."""
+        """Keep a few jobs in the queue; False if the iterator has no more."""
         building = sum(w.load is not None for w in self._builders)
         while len(self._to_build) < 2 * self._count and self.measurer.accepts(len(self._to_build) + building):
             try:
@@ -395,7 +395,7 @@ class Engine:
         return True
 
     def _build(self) -> None:
-        """Give jobs to the builders that are idle."""
+        """Give jobs to idle builders."""
         if self._to_build:
             self.start_builders()
         for worker in self._builders:
@@ -419,7 +419,7 @@ class Engine:
         except WorkerDied as reason:
             worker.replace()
             if deaths == 0:
-                # Killed from outside, or by this program? The second death tells.
+                # Was it killed from outside, or by this program? A second death shows that it was the program.
                 self._to_build.append((job, 1))
             else:
                 self.measurer.fail(job, "build_error", f"the compiler died twice, last {reason}")

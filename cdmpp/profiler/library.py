@@ -1,11 +1,11 @@
-"""Labels of libraries' operators, by PyTorch: those of networks on the CPU at hand, and those of a list on its GPU or CPU. Of
-networks there are two labels an operator: with operands in the caches (framework ``torch``), and with weights that no cache
-holds (``torch-cold``), as in a network whose weights are larger than the caches. Runs on a GPU are captured into a CUDA graph:
-labels are without the host. Products and attention read operands there that no cache holds, as the steps of a language model
-do; those of under a hundredth of the level-2 cache alone are the same in every run.
+"""Labels of library operators, run by PyTorch: of networks on this machine's CPU, or of a list on its GPU or CPU. An operator
+of a network has two labels: with operands in the caches (framework ``torch``), and with weights that no cache holds
+(``torch-cold``), as in a network whose weights are larger than the caches. Runs on a GPU are captured into a CUDA graph, so
+labels exclude the host's time. There, matrix products and attention read operands that no cache holds, as the steps of a
+language model do; only operands of under a fiftieth of the level-2 cache are the same in every run.
 
-On a CPU every operator is measured once, and once more when all were, elsewhere in memory: neighbours slow a shared core for
-minutes, which samples of one moment do not show. The label is the shorter, the noise at least the difference."""
+On a CPU every operator is measured once, and a second time after all others, elsewhere in memory: neighbours slow a shared core
+for minutes, which samples of one moment do not show. The label is the shorter time; the noise is at least the difference."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from cdmpp.program.network import Network
 
 _PARTIAL = "measured.jsonl"
-#: Weights take turns over so many times the last cache; smaller ones than this many bytes are not worth it.
+#: Copies of weights take turns: their size relative to the last cache, fewest bytes of weights to be copied, most copies.
 _TURNS, _LEAST_WEIGHTS, _MOST_COPIES = 2.0, 16_384, 1000
-#: A run of more is not measured.
+#: An operator whose run takes more seconds is not measured.
 _LONGEST_S = 2.0
-#: Runs that one graph holds at most.
+#: Most runs that one graph holds.
 _IN_GRAPH = 100
 _PLAN = SamplingPlan(min_sample_s=0.001, min_samples=6, max_samples=16, target_noise=0.02, max_measure_s=0.2)
 
 
 @dataclass(frozen=True)
 class LibraryReport:
-    """What a run measured: labels in all and new ones, operators that failed and why, and seconds."""
+    """What a run measured: labels in all, newly measured operators, failures by reason, and seconds taken."""
 
     path: Path
     device: str
@@ -67,9 +67,9 @@ def profile_library(
     resume: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LibraryReport:
-    """Measure every distinct operator of networks with PyTorch on cores of this machine; a run that was killed goes on with
-    ``resume``. ProfilerError: the device is not this machine's CPU, or has more cores than this process may use. DatasetError:
-    there is a dataset already and `resume` was not asked for, or it is of another device. NetworkError: a network cannot be
+    """Measure every distinct operator of networks with PyTorch on cores of this machine; ``resume`` continues a run that was
+    killed. ProfilerError: the device is not this machine's CPU, or has more cores than this process may use. DatasetError:
+    there is a dataset already and `resume` is not set, or it is of another device. NetworkError: a network cannot be
     found or exported."""
     import torch
 
@@ -103,9 +103,9 @@ def measure_operators(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LibraryReport:
     """Measure the operators of a ``.csv`` file (:data:`cdmpp.program.operators.COLUMNS`) in its order on this machine's GPU, or
-    on its CPU where ``device`` says so; what cannot be run is counted. A run that ended early (``max_seconds``) goes on with
-    ``resume``. ``clock`` makes of a function what times so many runs of it. ProfilerError: there is no GPU that PyTorch can
-    use, it is another one than ``device``, or no operator could be measured. ProgramError, DatasetError: the list is wrong;
+    on its CPU where ``device`` says so; operators that cannot be run are counted. ``resume`` continues a run that ended early
+    (``max_seconds``). ``clock`` makes a function into one that times a given number of its runs. ProfilerError: there is no GPU
+    that PyTorch can use, it is not ``device``, or no operator could be measured. ProgramError, DatasetError: the list is wrong;
     there is a dataset in ``out`` already."""
     import torch
 
@@ -131,7 +131,7 @@ def measure_operators(
         table["copies"] = np.where(table["op"].isin(("gemm", "attention")) & (turns <= _IN_GRAPH), turns, 1).astype(int)
 
     def measured(row: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        # by default convolutions of float32 are of tfloat32, and products are not
+        # PyTorch's default is tfloat32 for convolutions of float32, but not for matrix products
         narrow = row["dtype"] == "tfloat32"
         if narrow and on_cpu:
             raise ProfilerError("a CPU has no tfloat32")
@@ -166,8 +166,8 @@ def _labelled(
     max_seconds: float | None = None,
     progress: Callable[[int, int], None],
 ) -> LibraryReport:
-    """The dataset of rows of operators (key -> row, and what measures each framework's seconds and noise), those of an earlier
-    run with them; those that cannot be measured are counted. Each is measured in so many ``rounds``."""
+    """Measure operators and write their dataset, with the labels of an earlier run; those that cannot be measured are counted.
+    `jobs`: key -> row, and a function that measures seconds and noise by framework. Each is measured ``rounds`` times."""
     import torch
 
     began, known = time.monotonic(), _known(folder, device, resume)
@@ -204,14 +204,14 @@ def _labelled(
 
 
 def _known(folder: Path, device: Device, resume: bool) -> Counter[str]:
-    """How often what was measured before."""
+    """How often each operator (by its key) was measured in an earlier run."""
     if not (folder / _PARTIAL).exists():
         return Counter()
     if not resume:
         raise DatasetError(f"{folder} holds labels already: go on with --resume, or choose another folder")
     try:
         of = load_operators(folder)["device"].unique().tolist()
-    except DatasetError:  # it was killed before the first one was finished
+    except DatasetError:  # the run was killed before it wrote a dataset
         of = [device.name]
     if of != [device.name]:
         raise DatasetError(f"{folder} holds labels of {', '.join(of)}, not of {device.name}")
@@ -222,7 +222,7 @@ def _known(folder: Path, device: Device, resume: bool) -> Counter[str]:
 
 
 def _distinct(networks: Iterable[str | Network]) -> dict[str, tuple[Call, dict[str, Any]]]:
-    """The operators of networks by their sizes, and their rows."""
+    """The distinct operators of networks, and their rows, by a key of name and sizes."""
     found: dict[str, tuple[Call, dict[str, Any]]] = {}
     for network in networks:
         loaded = load_network(network) if isinstance(network, str) else network
@@ -243,7 +243,7 @@ def _measured(call: Call, device: Device, sentinel: machine.Sentinel) -> dict[st
 
 
 def wall_clock(function: Callable[..., Any], arguments: Sequence[Any] = (((), {}),)) -> Callable[[int], float]:
-    """What times so many runs of a function, whose arguments take turns."""
+    """A function that times a given number of runs of `function`, whose arguments take turns."""
     turn = 0
 
     def run(times: int) -> float:
@@ -259,7 +259,7 @@ def wall_clock(function: Callable[..., Any], arguments: Sequence[Any] = (((), {}
 
 
 def graph_clock(function: Callable[[], Any]) -> Callable[[int], float]:
-    """What times so many runs of a function on a GPU, as replays of a graph that holds a millisecond of them."""
+    """A function that times a given number of runs of `function` on a GPU, by replays of a graph with a millisecond of runs."""
     import torch
 
     begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -274,7 +274,7 @@ def graph_clock(function: Callable[[], Any]) -> Callable[[int], float]:
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries choose kernels and allocate before anything is captured
+    with torch.cuda.stream(side):  # so that libraries choose kernels and allocate before the capture
         elapsed_s(function, 2)
         held = max(1, min(_IN_GRAPH, round(_PLAN.min_sample_s / elapsed_s(function, 1))))
     torch.cuda.current_stream().wait_stream(side)
@@ -286,8 +286,8 @@ def graph_clock(function: Callable[[], Any]) -> Callable[[int], float]:
 
 
 def sampled(run: Callable[[int], float], sentinel: machine.Sentinel | None = None) -> tuple[float, float]:
-    """Seconds of a run and their noise, by what runs it so many times and says how long that took; samples wait for an
-    undisturbed core where a sentinel is given. RuntimeError: a run takes too long."""
+    """Seconds of one run, and their noise. `run` does the given number of runs and returns their seconds; samples wait for an
+    undisturbed core if a sentinel is given. RuntimeError: a run takes too long."""
     run(1)
     once = run(1)
     if once > _LONGEST_S:
@@ -307,8 +307,8 @@ def sampled(run: Callable[[int], float], sentinel: machine.Sentinel | None = Non
 
 
 def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
-    """What runs an operator, a row of a table that :func:`cdmpp.program.operators.runs_in_torch`, once on random tensors of
-    torch's default device (ProfilerError: a convolution whose padding or stride differ by side)."""
+    """A function that runs an operator once on random tensors of torch's default device. Its row is one of those that
+    :func:`cdmpp.program.operators.runs_in_torch` selects (ProfilerError: a convolution's padding or stride differ by side)."""
     import torch
     from torch.nn import functional
 

@@ -1,4 +1,4 @@
-"""What Linux gives a measuring process: cores, priorities, worker processes with deadlines; and what tells of disturbances."""
+"""What Linux offers for measuring: cores, priorities, worker processes with deadlines; and how disturbances are detected."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _PR_SET_PDEATHSIG = 1
 _FOLDER_PREFIX = "cdmpp-"
 
 # Of the sentinel:
-#: Iterations of the loop: long against the clock's resolution, short against a sample.
+#: Iterations of the loop: it takes long compared with the clock's resolution, and is short compared with a sample.
 _ITERATIONS = 800
-#: Timed so often in a row; the first pass warms the interpreter's code and an interrupt spoils only one.
+#: The loop is timed this often in a row: the first pass warms the interpreter's code, and an interrupt spoils only one.
 _PASSES = 3
-#: A neighbour shows as 1.7 and more; clock changes after wide vector code as up to 1.2.
+#: Slowdown that counts as a disturbance. A neighbour causes 1.7 and more; clock changes after wide vector code up to 1.2.
 _TOLERANCE = 1.3
-#: An answer is taken for valid so long.
+#: Seconds for which the finding that the core is undisturbed stays valid.
 _FRESH_S = 0.0005
-#: Waiting may take so much longer than measuring has taken in all: where a neighbour never rests, patience is no use.
+#: Seconds by which all waiting may exceed all measuring: where a neighbour never rests, waiting does not help.
 _PATIENCE_S = 2.0
-#: Between looks while waiting; the core is free for other processes meanwhile.
+#: Seconds between two checks while waiting; the core is free for other processes meanwhile.
 _PAUSE_S = 0.004
 
 
@@ -60,7 +60,7 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def core_groups(cores: Sequence[int], threads: int, degree: int) -> tuple[tuple[int, ...], ...]:
-    """Disjoint groups of `threads` cores, one for each of `degree` measuring processes (ProfilerError if too few)."""
+    """Disjoint groups of `threads` cores, one for each of `degree` measuring processes (ProfilerError: too few cores)."""
     if degree < 1 or degree * threads > len(cores):
         raise ProfilerError(
             f"{degree} measuring processes of {threads} cores need {max(1, degree) * threads}, "
@@ -87,12 +87,12 @@ def own_the_core() -> str:
 
 
 def preemptions() -> int:
-    """Times this thread was taken off its core against its will."""
+    """Number of times that this thread was preempted."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
 
 
 def steal_ticks(cores: tuple[int, ...]) -> int:
-    """Hundredths of a second that the hypervisor took from `cores` since boot; 0 where it does not say."""
+    """Hundredths of a second that the hypervisor took from `cores` since boot; 0 if it does not report this."""
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()]
     except OSError:
@@ -102,7 +102,7 @@ def steal_ticks(cores: tuple[int, ...]) -> int:
 
 
 def installed(*packages: str) -> dict[str, str]:
-    """The versions of those that are installed."""
+    """The versions of those packages that are installed."""
     found = {}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -111,7 +111,7 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def make_work_folder(parent: Path) -> Path:
-    """A fresh folder that names this process (OSError if it cannot be made); those of processes that were killed go."""
+    """Make a folder with this process's id in its name (OSError: impossible); remove folders of ended processes."""
     for stale in parent.glob(f"{_FOLDER_PREFIX}*"):
         owner = stale.name.removeprefix(_FOLDER_PREFIX).split("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
@@ -123,16 +123,16 @@ def make_work_folder(parent: Path) -> Path:
 
 
 class WorkerDied(Exception):
-    """A worker process ended; says how."""
+    """A worker process ended; the message says how."""
 
 
 class WorkerLost(WorkerDied):
-    """A worker is gone with the machine that it ran on, or its device: there is none in its place."""
+    """A worker was lost with its machine or its device; no other one takes its place."""
 
 
 class Worker:
     """One process that serves requests over a pipe, one at a time: it runs `target` with its end of the pipe and `args`.
-    Deadlines are `of_cpu_time` where the process may wait for a core (up to five times as long)."""
+    Deadlines are in CPU time (`of_cpu_time`) where the process may wait for a core, up to five times as long."""
 
     #: The node of a cluster that it runs on; "" for this machine.
     node = ""
@@ -154,7 +154,7 @@ class Worker:
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=self._target, args=(theirs, *self._args), name=self.name)
         self._process.daemon = True
-        # what runs in it is cdmpp's: the script that starts it is not imported there, for seconds, and needs no guard
+        # It runs only cdmpp's code. So hide the main script: importing it there could take seconds, and it would need a guard.
         main = vars(sys.modules["__main__"])
         script: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
         main.update(dict.fromkeys(script))
@@ -202,12 +202,12 @@ class Worker:
         self.load = None
 
     def receive(self) -> Any:
-        """What it has sent next; an exception is raised, WorkerDied where it is dead."""
+        """The next message that it sent. An exception that it sent is raised; WorkerDied if it is dead."""
         try:
             message = self.connection.recv()
         except (EOFError, ConnectionResetError) as err:
             raise WorkerDied(self.exit_reason()) from err
-        except Exception as err:  # a program that overwrote the memory of its process: pickle raises anything
+        except Exception as err:  # a program may overwrite its process's memory: then pickle raises anything
             raise WorkerDied(f"it sent what cannot be read: {err}") from err
         if isinstance(message, Exception):
             raise message
@@ -235,7 +235,7 @@ class Worker:
         self._process.join(timeout=10)
 
     def close(self) -> None:
-        """Ask the process to end, then make it."""
+        """Ask the process to end, then kill it."""
         try:
             self.connection.send(None)
             self._process.join(timeout=1)
@@ -245,7 +245,7 @@ class Worker:
 
 
 def requests(connection: Connection) -> Iterator[Any]:
-    """The requests to a process, until the last (None) or until the other end is closed."""
+    """The requests sent to a process, until None is sent or the other end is closed."""
     try:
         yield from iter(connection.recv, None)
     except (EOFError, ConnectionResetError):
@@ -260,8 +260,8 @@ class Sentinel:
 
     On a rented machine the other hardware thread of a core may belong to a stranger: while it is busy every program here runs
     up to twice as long, in phases of ten milliseconds to minutes, and steal time stays zero. A loop of fixed work, timed right
-    before and after a sample, sees it: it took 12.8 us alone and 22 to 28 us beside a neighbour. ``settle_s`` is spent on
-    finding how fast the undisturbed loop is; later faster passes correct it."""
+    before and after a sample, sees it: it took 12.8 us alone and 22 to 28 us beside a neighbour. A new sentinel
+    spends ``settle_s`` on measuring how fast the undisturbed loop is; faster passes later correct that."""
 
     def __init__(self, settle_s: float = 0.3) -> None:
         self.clean_s = float("inf")
@@ -296,11 +296,11 @@ class Sentinel:
         return self._patience_s > 0
 
     def measured(self, seconds: float) -> None:
-        """So long was measured: as long may be waited."""
+        """Record seconds of measuring: as many more may be spent waiting."""
         self._patience_s = min(self._patience_s + seconds, 10 * _PATIENCE_S)
 
     def wait(self, at_most_s: float) -> tuple[bool, float]:
-        """Wait until the core is undisturbed, but in all no longer than was measured: whether it is, and seconds waited."""
+        """Wait until the core is undisturbed or patience ends; returns whether it is undisturbed, and seconds waited."""
         if time.perf_counter() - self._seen_at < _FRESH_S:
             return True, 0.0
         started = time.perf_counter()

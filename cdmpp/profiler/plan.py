@@ -1,4 +1,4 @@
-"""What to measure next: random and searched programs of tasks, the tasks as they are, or the programs of another dataset."""
+"""What to measure next: random and searched programs of tasks, unscheduled tasks, or the programs of another dataset."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Programs of a task that are drawn before the next task's turn: an interrupted collection is a balanced one.
+#: Programs of a task that are drawn before the next task's turn, so that an interrupted collection is balanced.
 CHUNK = 16
-#: Parents of searched programs: the fastest of the task so far.
+#: Number of parents of searched programs: the fastest programs of the task so far.
 ELITE = 6
 
 
@@ -36,9 +36,9 @@ def network_tasks(
     tasks_of: str | Path | None = None,
     resumed: Path | None = None,
 ) -> tuple[list[Task], dict[str, str]]:
-    """Tasks of networks, and the networks' families. Importing all of the zoo takes minutes: `tasks_of` is a dataset that has
-    the tasks, `resumed` one that has them if it says so, and if the networks are all of the zoo, where a name says everything.
-    NetworkError for a network that is unknown or cannot be imported, ProfilerError if there is no task."""
+    """Tasks of networks, and the networks' families. As importing the whole zoo takes minutes, tasks are read from the dataset
+    `tasks_of`; or from `resumed` if it records that it has all of them and all networks are from the zoo, where a name
+    identifies a network. NetworkError: a network is unknown or cannot be imported; ProfilerError: there is no task."""
     from cdmpp.program.network import extract_tasks, load_network
 
     loaded = [load_network(n) if isinstance(n, str) else n for n in networks]
@@ -61,8 +61,8 @@ def network_tasks(
 
 
 class TaskPlan:
-    """Random programs of every task and, from their latencies, programs of an evolutionary search: `search_fraction` of them
-    are mutants of the fastest measured so far (the region that a tuner visits). A task with smaller spaces gives fewer."""
+    """Random programs of every task and, from their latencies, programs of an evolutionary search: `search_fraction` of all
+    are mutants of the fastest measured so far (the region that a tuner visits). A task with small spaces gives fewer."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class TaskPlan:
         seed: int = 0,
     ) -> None:
         self.tasks = list(tasks)
-        # So that what an interrupted collection holds is a fair sample of the networks.
+        # So that an interrupted collection holds a fair sample of the networks.
         random.Random(seed).shuffle(self.tasks)
         self.programs_per_task, self.search_fraction = programs_per_task, search_fraction
         self.num_cores, self.seed = num_cores, seed
@@ -87,7 +87,7 @@ class TaskPlan:
 
     @property
     def total(self) -> int:
-        """Programs that will be measured at most, earlier runs included."""
+        """The most programs that will be measured, earlier runs included."""
         wanted = 0
         for task in self.tasks:
             known = len(self._programs[task.hash])
@@ -96,11 +96,11 @@ class TaskPlan:
 
     @property
     def known(self) -> int:
-        """Of these, programs that were measured."""
+        """How many of these were measured."""
         return sum(len(self._programs[task.hash]) for task in self.tasks)
 
     def learn(self, program: Program, latency_s: float | None) -> None:
-        """Take note of a program that was measured (or failed: None), now or in an earlier run."""
+        """Take note of a program that was measured (or that failed: None), now or in an earlier run."""
         self._programs[program.task_hash][program.hash] = program
         self._seen.add(program.hash)
         if latency_s is not None:
@@ -112,7 +112,7 @@ class TaskPlan:
         self.learn(outcome.job.program, outcome.latency_s)
 
     def jobs(self) -> Iterator[BuildJob | None]:
-        """All jobs, in rounds over the tasks; None while what comes next waits for outcomes."""
+        """All jobs, in rounds over the tasks; None while the next job depends on outcomes that are still to come."""
         rounds = -(-self.programs_per_task // CHUNK)
         for number in range(1, rounds + 1):
             wanted = min(number * CHUNK, self.programs_per_task)
@@ -127,7 +127,7 @@ class TaskPlan:
                 yield from self._draw(task, "search", wanted)
 
     def calibration_jobs(self, n: int) -> list[BuildJob]:
-        """Some `n` programs of tasks spread over the range of work; they are not part of the plan."""
+        """Up to `n` programs of tasks spread over the range of FLOPs; they are not part of the plan."""
         ordered = sorted(self.tasks, key=lambda t: t.flops)
         chosen = ordered[:: max(1, -(-len(ordered) // max(1, n // 2)))]
         per_task, seed = max(1, -(-n // len(chosen))), self.seed + 1_000_003
@@ -135,7 +135,7 @@ class TaskPlan:
         return [job for job in sample.jobs() if job is not None][:n]
 
     def _draw(self, task: Task, origin: str, wanted: int) -> Iterator[BuildJob | None]:
-        """What is missing of a task's random or searched programs, of `wanted` in all."""
+        """Jobs for the random or searched programs that a task still lacks, out of `wanted` programs in all."""
         known = self._programs[task.hash]
         have = sum(p.origin == origin for p in known.values())
         share = self.search_fraction if origin == "search" else 1 - self.search_fraction
@@ -148,14 +148,14 @@ class TaskPlan:
             logger.warning("%s", err)
             self._exhausted.add(task.hash)
             return
-        # The seed depends on what is there, so that a resumed run draws what the broken one lacks.
+        # The seed depends on the programs that are there, so that a resumed run draws those that the interrupted one lacks.
         seed = seed_of(self.seed, task.hash, have)
         if origin == "random":
             programs = spaces.sample(need, seed, exclude=self._seen)
             if len(programs) < need:
                 self._exhausted.add(task.hash)
         else:
-            # A few that are measured again later, because the core was disturbed, are not waited for.
+            # Do not wait for a few that are measured again later because the core was disturbed.
             while self._in_flight[task.hash] > len(known) // 4:
                 yield None
             latencies = self._latencies[task.hash]
@@ -202,7 +202,7 @@ Plan = TaskPlan | FixedPlan
 
 
 def unscheduled_plan(tasks: Sequence[Task]) -> FixedPlan:
-    """Every task as it is, without a schedule: what an untuned network runs. Those of few operations come first."""
+    """Every task without a schedule, as an untuned network runs it; tasks with the fewest FLOPs come first."""
     ordered = sorted(tasks, key=lambda task: (task.flops, task.hash))
     return FixedPlan([BuildJob(Program(task.hash, task.hash, None, "", "unscheduled"), task, None) for task in ordered])
 
@@ -210,8 +210,8 @@ def unscheduled_plan(tasks: Sequence[Task]) -> FixedPlan:
 def replay_plan(
     source: DatasetView, *, limit: int | None = None, tasks: Sequence[str] | None = None, seed: int = 0
 ) -> FixedPlan:
-    """Programs that another dataset has labels of, to measure them on another device or again: of these tasks (hashes) alone,
-    and no more than the limit in all, evenly over the tasks."""
+    """Programs that have labels in another dataset, to be measured on another device or again: only those of `tasks` (hashes)
+    if given, and no more than `limit` in all, spread evenly over the tasks."""
     frame = source.records
     by_task: dict[str, list[Program]] = defaultdict(list)
     for digest in sorted(set(frame.loc[frame["status"] == "ok", "program"])):
@@ -226,7 +226,7 @@ def replay_plan(
 
 
 def evenly(groups: Mapping[str, Sequence[T]], seed: int) -> list[T]:
-    """The members of all groups in random order, turn by turn, so that what comes first is a balanced sample."""
+    """The members of all groups in random order, one from each group in turn, so that any first part is balanced."""
     rng, order = random.Random(seed), sorted(groups)
     rng.shuffle(order)
     parts = [list(groups[name]) for name in order]

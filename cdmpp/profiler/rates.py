@@ -1,5 +1,5 @@
-"""Micro-benchmarks of the machine at hand, some twenty seconds: what a specification does not say, or says too well. Memory
-bandwidth, peak arithmetic, what one core does, and what a call costs (as MAPLE, Abbasi et al. 2022, describes devices)."""
+"""Micro-benchmarks of this machine, some twenty seconds, for what a specification leaves out or overstates: memory bandwidth,
+peak arithmetic, the rates of one core, and the cost of a call (as MAPLE, Abbasi et al. 2022, describes devices)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from cdmpp.profiler.core_rates import core_rates
 
 #: Seconds that one benchmark may take.
 _BUDGET_S = 0.4
-#: Every result is the best of at least so many runs: others on the machine only ever make it slower.
+#: Every result is the best of at least this many runs, as other programs on the machine only make it slower.
 _RUNS = 5
-#: Bytes of the arrays for memory bandwidth: beyond every last-level cache, within every memory.
+#: Bytes of the arrays for memory bandwidth: larger than every last-level cache, smaller than every memory.
 _STREAM_BYTES, _GPU_STREAM_BYTES = 96 << 20, 512 << 20
-#: Side of the matrices.
+#: Rows and columns of the matrices.
 _SIDE, _GPU_SIDE = 1024, 4096
-#: Launches in a row that count the cost of one.
+#: Launches in a row, from which the cost of one is computed.
 _LAUNCHES = 2000
-#: Bandwidth and peak say nothing where this process was given less of the cores.
+#: Bandwidth and peak are dropped if this process was given less than this share of the cores.
 _GIVEN = 0.6
-#: Measured quantity -> field of the row that it fills in where the table leaves it open.
+#: Measured quantity -> field of the device's row that it fills in if the table has no value.
 _FILLS = {
     "copy_gb_s": "bandwidth_gb_s",
     "launch_us": "launch_overhead_us",
@@ -37,11 +37,11 @@ _FILLS = {
 
 @dataclass(frozen=True)
 class MeasuredDevice:
-    """A device of this machine as measured."""
+    """A device of this machine, and what was measured of it."""
 
-    #: For a device file: it fills in what the table leaves open, and has all results under ``measured``.
+    #: A row for a device file: it has the fields that the table lacks, and all results under ``measured``.
     row: Device
-    #: The table's row; None for a device that is not in the table.
+    #: The device's row in the table; None if it has none.
     known: Device | None
     #: Quantity -> value; the unit is in the name.
     results: dict[str, float]
@@ -50,7 +50,7 @@ class MeasuredDevice:
 
 
 def measure_machine(table: DeviceTable | None = None) -> list[MeasuredDevice]:
-    """Measure this machine's CPU, and its GPU where torch reaches one."""
+    """Measure this machine's CPU, and its GPU if torch can use one."""
     table = table or load_table()
     return [device for device in [measure_cpu(table), measure_gpu(table)] if device is not None]
 
@@ -83,8 +83,8 @@ def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:
 
 
 def _streams(cores: int) -> tuple[dict[str, float], float]:
-    """Bandwidth of a copy and of a sum, and the rate of a float32 matrix product, by torch with all cores; and which part
-    of the cores this process was given meanwhile."""
+    """Bandwidth of a copy, and the rate of a float32 matrix product, by torch on all cores; and the share of the cores'
+    time that this process was given meanwhile."""
     import torch
 
     threads = torch.get_num_threads()
@@ -107,7 +107,7 @@ def _streams(cores: int) -> tuple[dict[str, float], float]:
 
 
 def best_s(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Shortest of several runs, in seconds, after one that does not count."""
+    """Shortest of several runs, in seconds, after one run that is not counted."""
     run()
     best, spent, runs = math.inf, 0.0, 0
     while (runs < _RUNS or spent < _BUDGET_S) and spent <= 4 * _BUDGET_S:
@@ -141,7 +141,7 @@ def _launch_s(cores: int) -> float:
 def as_row(
     table: DeviceTable, name: str, kind: str, results: dict[str, float], skipped: Sequence[str] = (), **more: str
 ) -> MeasuredDevice:
-    """A device file's row of what was measured of a device: what the table leaves open, and all results."""
+    """A measured device as a row of a device file: the fields that the table lacks, and all results."""
     known = table.find(name)
     found: dict[str, Any] = {} if known else {"model": name, **more}
     for quantity, field in _FILLS.items():
@@ -158,7 +158,7 @@ def as_row(
 
 
 def measure_gpu(table: DeviceTable) -> MeasuredDevice | None:
-    """Measure the first GPU that torch reaches (CUDA or ROCm); None without one."""
+    """Measure the first GPU that torch can use (CUDA or ROCm); None if there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -178,7 +178,7 @@ def measure_gpu(table: DeviceTable) -> MeasuredDevice | None:
 
 
 def _gpu_rates(where: str, seconds: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
-    """Bandwidth of a copy, rates of matrix products, and the cost of a launch, on a device of torch."""
+    """Bandwidth of a copy, rates of matrix products, and the cost of a launch, on the torch device `where`."""
     import torch
 
     a = torch.ones(_GPU_STREAM_BYTES // 4, device=where)
@@ -205,7 +205,7 @@ def _gpu_rates(where: str, seconds: Callable[[Callable[[], Any]], float]) -> dic
 
 
 def _gpu_seconds(run: Callable[[], Any]) -> float:
-    """Shortest of several runs by the GPU's own clock, after one that does not count."""
+    """Shortest of several runs by the GPU's own clock, in seconds, after one run that is not counted."""
     from torch import cuda
 
     times_ms = []

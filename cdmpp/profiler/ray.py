@@ -1,9 +1,9 @@
 """Building and measuring on the nodes of a Ray cluster (extra ``cdmpp[ray]``).
 
 Programs are built by tasks on all nodes that were there when the run began, and go through Ray's object store to the node that
-measures. That is one with the resource ``device:NAME``, on as many cores; an actor has each share of them, and in it the
-measuring process of :mod:`cdmpp.profiler.cpu`. Limits of time are kept on the node, so that neither labels nor failures depend
-on the network or on how busy the driver is.
+measures. That node has the resource ``device:NAME``, whose amount is its number of cores for measuring. Each share of them has
+an actor, which runs a measuring process of :mod:`cdmpp.profiler.cpu`. The node itself enforces time limits, so that neither
+labels nor failures depend on the network or on how busy the driver is.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from cdmpp.profiler.machine import Worker, WorkerDied, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-#: Environment variable of a node: its cores for measuring, which Ray does not use, such as ``6,7``.
+#: Environment variable of a node: the cores (such as ``6,7``) that are for measuring, and that Ray does not use.
 CORES_VARIABLE = "CDMPP_MEASURING_CORES"
-#: Seconds for an address to answer, for nodes to say what they are, and for measuring processes to start.
+#: Seconds for an address to answer, for nodes to describe themselves, and for measuring processes to start.
 _ANSWER_S, _DESCRIBE_S, _START_S = 10.0, 120.0, 120.0
-#: An empty settings frame of HTTP/2.
+#: An empty HTTP/2 SETTINGS frame.
 _SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-#: Tasks that are queued for each CPU, so that none waits for the driver; and times that one is tried on another node.
+#: Build tasks queued for each CPU, so that no CPU waits for the driver; and how often a task is retried on another node.
 _QUEUED, _RETRIES = 2, 3
 
 
@@ -62,8 +62,8 @@ def node_command(cores: int, head: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """What a node is; ``claims`` are devices that it has, with cores for measuring, and ``device`` is the share that was asked
-    for, if this machine's CPU, ``here``, is that."""
+    """A node's description. ``claims``: devices that it says it has, with the number of cores for measuring on them; ``here``:
+    the name of its CPU; ``device``: the device share that was asked for, if that is a share of this CPU."""
 
     id: str
     name: str
@@ -78,7 +78,7 @@ class Node:
 
 def _described(node: Node, asked: str) -> Node:
     before = machine.usable_cores()
-    machine.pin(tuple({*before, *_measuring_cores()}))  # the machine has them all
+    machine.pin(tuple({*before, *_measuring_cores()}))  # as the machine's CPU has all these cores
     here, device = get_device("this-cpu").base, None
     with contextlib.suppress(UnknownDeviceError):
         device = get_device(asked) if asked else None
@@ -93,10 +93,10 @@ def _versions() -> dict[str, str]:
 
 
 class _Process(Worker):
-    """A worker process of this node, which keeps the limits of time."""
+    """A worker process on this node, which enforces its time limits here."""
 
     def answers(self, request: Any, timeout_s: float) -> Iterator[Any]:
-        """What it sends until the request is done; at last why it ended over it, as a value."""
+        """The messages that it sends until the request is done; if it fails, the last one is the exception, as a value."""
         while not self.submit(request, True, timeout_s):
             pass
         message: Any = Running()
@@ -118,12 +118,12 @@ class _Process(Worker):
         self.finished()
 
 
-#: The builder of this process of Ray's, by what it was made of: it serves one task after another.
+#: The builder of this Ray process, by the ``repr`` of its :data:`Builder`; it serves one task after another.
 _builders: dict[str, _Process] = {}
 
 
 def _build(builder: Builder, job: Any, timeout_s: float) -> tuple[Any, bytes]:
-    """What was built, and the content of its file (runs on a node)."""
+    """The result of building a job, and the content of its file (runs on a node)."""
     if (key := repr(builder)) not in _builders:
         while _builders:
             _builders.popitem()[1].kill()
@@ -137,7 +137,7 @@ def _build(builder: Builder, job: Any, timeout_s: float) -> tuple[Any, bytes]:
 
 
 class _Measuring:
-    """The actor of a measuring process: cores of its own, and a folder for the programs of a batch."""
+    """The actor that runs a measuring process: it has cores of its own, and a folder for the programs of a batch."""
 
     def __init__(self, threads: int, serve: Callable[..., None], config: CpuConfig, sentinel: Any) -> None:
         self._folder, self._cores = config.work_folder(), _claim_cores(threads)
@@ -145,10 +145,10 @@ class _Measuring:
         self._process = _Process(serve, (config, tuple(sorted(self._cores)), sentinel), "runner")
 
     def ready(self) -> None:
-        """Return when it has started."""
+        """Returns once the actor has started."""
 
     def measure(self, batch: Sequence[SharedObject], timeout_s: float) -> Iterator[Any]:
-        """Messages of the measuring process about a batch."""
+        """The measuring process's messages about a batch."""
         here = [self._here(built) for built in batch]
         try:
             yield from self._process.answers(here, timeout_s)
@@ -165,12 +165,12 @@ class _Measuring:
 
 
 def _claim_cores(threads: int) -> dict[int, socket.socket]:
-    """Cores that no other measuring process of this machine has, with what holds them until this process ends."""
+    """Cores that no other measuring process of this machine has, each with a socket that holds it until this process ends."""
     claimed: dict[int, socket.socket] = {}
     for core in _measuring_cores():
         holder = socket.socket(socket.AF_UNIX)
         with contextlib.suppress(OSError):
-            holder.bind(f"\0cdmpp-core-{core}")  # a name without a file, which the kernel gives up with the process
+            holder.bind(f"\0cdmpp-core-{core}")  # a name without a file, which the kernel frees when the process ends
             claimed[core] = holder
         if len(claimed) == threads:
             return claimed
@@ -186,8 +186,8 @@ def _measuring_cores() -> list[int]:
 
 
 class RayWorker:
-    """A builder or a measuring process on a node, as the engine sees it (:class:`~cdmpp.profiler.machine.Worker`). `send` gives
-    a reference to the answer to a request, and one to its file; or a stream of answers."""
+    """A builder or a measuring process on a node, as the engine sees it (:class:`~cdmpp.profiler.machine.Worker`). `send`
+    sends a request; it returns references to the answer and to its file's content, or a stream of answers and None."""
 
     def __init__(self, send: Callable[[Any, float], tuple[Any, Any]], actor: Any = None, node: str = "") -> None:
         self._send, self._actor, self.node = send, actor, node
@@ -195,12 +195,12 @@ class RayWorker:
 
     def finished(self) -> None:
         self.load: Any = None
-        #: What the next message comes by, that of its file, and a message that was not dealt with yet.
+        #: Reference to (or stream of) the next message, reference to its file's content, and a message not handled yet.
         self.answer: Any = None
         self._code: Any = None
         self.message: Any = None
 
-    #: The node has started another process.
+    #: The node itself has started another process.
     replace = finished
 
     def submit(self, request: Any, load: Any, timeout_s: float) -> bool:
@@ -209,7 +209,7 @@ class RayWorker:
         return True
 
     def fetch(self) -> bool:
-        """Take the message that is there; False where it says that the limit was passed."""
+        """Take the message that has arrived; False if it says that the time limit was exceeded."""
         import ray
 
         try:
@@ -234,10 +234,10 @@ class RayWorker:
         return isinstance(self.message, TimeoutError)
 
     def extend(self, timeout_s: float) -> None:
-        """The node does it."""
+        """Does nothing: the node extends the limit itself."""
 
     def kill(self) -> None:
-        """Give up what it does."""
+        """Kill its actor, or cancel its task."""
         import ray
 
         if self._actor is not None:
@@ -249,7 +249,7 @@ class RayWorker:
 
 
 class RayExecutor(Executor):
-    """Builders on nodes, and `degree` measuring processes at most on those that have `device`; see :func:`connect`."""
+    """Builders on nodes, and at most `degree` measuring processes on the nodes that have `device`; see :func:`connect`."""
 
     local = False
 
@@ -305,7 +305,7 @@ class RayExecutor(Executor):
     def ready(self, workers: list[Any], timeout_s: float) -> list[Any]:
         waiting = {worker.answer: worker for worker in workers if worker.load is not None and worker.message is None}
         there = list(waiting)
-        for number, seconds in ((1, timeout_s), (len(waiting), 0)):  # for one, then all that are there
+        for number, seconds in ((1, timeout_s), (len(waiting), 0)):  # wait for one, then take all that have arrived
             if there:
                 there, _ = self._ray.wait(list(waiting), num_returns=number, timeout=seconds, fetch_local=False)
         return [waiting[answer] for answer in there if waiting[answer].fetch()]
@@ -318,11 +318,11 @@ def _stream(actor: Any) -> Callable[[Any, float], tuple[Any, None]]:
 
 def connect(address: str, device: str | Device = "", workers: int | str = "auto") -> RayExecutor:
     """Join the cluster with its head at `address` (HOST:PORT), of which this machine is a node, or make one of this machine
-    alone (``local``); a process stays with its cluster until it ends. There are `workers` measuring processes on shares of
-    `device` at most; for ``"auto"`` as many as nodes have cores for, or one on a local cluster. ProfilerError (one line) where
-    Ray is not installed, nobody answers, nodes have different versions of Python, Ray, cdmpp or TVM, no node has the device, or
-    one that claims it is another."""
-    # Read when Ray is imported. A head asks for a token by itself where there is one; what joins it has to be told.
+    alone (``local``). A process stays with its cluster until it ends. At most `workers` measuring processes run on shares of
+    `device`; for ``"auto"``, as many as nodes have cores for, or one on a local cluster. ProfilerError (one line): Ray is not
+    installed, nobody answers, nodes have different versions of Python, Ray, cdmpp or TVM, no node has the device, or a node
+    that claims to have it has another one."""
+    # Ray reads this when it is imported. A head uses a token by itself if there is one; a process that joins has to be told.
     if "ray" not in sys.modules and (Path.home() / ".ray/auth_token").exists():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
@@ -330,7 +330,7 @@ def connect(address: str, device: str | Device = "", workers: int | str = "auto"
     except ImportError as err:
         raise ProfilerError("a cluster needs Ray: install cdmpp[ray]") from err
     name = device if isinstance(device, str) else device.name
-    with contextlib.suppress(UnknownDeviceError):  # of another node, perhaps
+    with contextlib.suppress(UnknownDeviceError):  # another node may know the device
         if name:
             known = get_device(device)
             if known.kind != "cpu":
@@ -358,7 +358,7 @@ def _join(address: str) -> None:
     else:
         try:
             with socket.create_connection((host, int(port)), _ANSWER_S) as connection:
-                # Ray would wait for minutes for an answer. What speaks gRPC answers this with its own settings.
+                # Ray would wait for minutes for an answer. A gRPC server answers this frame with its own settings.
                 connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
                 if "RAY_USE_TLS" not in os.environ and connection.recv(9)[3:4] != _SETTINGS[3:4]:
                     raise OSError("something else does")
@@ -371,12 +371,12 @@ def _join(address: str) -> None:
         hint = " (has this machine the cluster's ~/.ray/auth_token?)" if isinstance(err, ConnectionError) else ""
         raise ProfilerError(f"cannot join the Ray cluster at {address}: {reason(err)[:500]}{hint}") from err
     finally:
-        with contextlib.suppress(ValueError):  # in another than the main thread Ray left it as it was
+        with contextlib.suppress(ValueError):  # outside the main thread, where Ray left it as it was
             signal.signal(signal.SIGTERM, handler)
 
 
 def _nodes(asked: str) -> list[Node]:
-    """All nodes, as they describe themselves; ProfilerError for one that cannot."""
+    """All nodes, as they describe themselves; ProfilerError if one cannot do so."""
     import ray
 
     found, answers = [], []
@@ -396,7 +396,7 @@ def _nodes(asked: str) -> list[Node]:
 
 
 def checked(nodes: Sequence[Node], asked: str) -> list[Node]:
-    """The nodes to use for a device: those of the architecture of the ones that have it, where it is not ``""``."""
+    """The nodes to use for a device: those with the architecture of the nodes that have it; for ``""``, of this machine."""
     here = _versions()
     for node in nodes:
         for package in {**here, **node.versions}:

@@ -1,8 +1,8 @@
-"""Measuring on boards that can run neither Ray nor Python programs of ours: by TVM's RPC tracker.
+"""Measuring on boards that can run neither Ray nor our Python programs, through TVM's RPC tracker.
 
-Programs are built here and loaded there; the board's own clock takes the samples (``time_evaluator``), so that the network is
-in none of them. Each batch has a session of its own: a server ends what hangs with its session. A program that crashes takes
-TVM's server with it: its record says ``device_lost``, and the run goes on with the boards that are left.
+Programs are built here and loaded there. The board's own clock takes the samples (``time_evaluator``), so that none of them
+includes the network. Each batch has a session of its own, as a server ends a program that hangs together with its session. A
+program that crashes takes TVM's server with it: its record says ``device_lost``, and the run goes on with the remaining boards.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _RELOCATABLE = 1
 
 @dataclass(frozen=True)
 class Tracker:
-    """Boards that are registered under one key; programs run with so many threads there. One that is taken is waited for
-    ``free_s`` seconds."""
+    """Boards that are registered under one key; programs run on them with ``threads`` threads. If all boards are taken, wait up
+    to ``free_s`` seconds for one."""
 
     host: str
     port: int
@@ -52,13 +52,13 @@ class Tracker:
                 if probe.recv(4) != magic:
                     raise ValueError("what answers is something else")
             tracker = rpc.connect_tracker(self.host, self.port)
-            tracker._sock.settimeout(timeout_s)  # it has no other limit
+            tracker._sock.settimeout(timeout_s)  # TVM sets no limit
             return tracker
         except Exception as err:
             raise ProfilerError(f"no RPC tracker answers at {self.host}:{self.port}: {reason(err)}") from err
 
     def boards(self) -> tuple[int, int]:
-        """How many have the key, and how many of them are free (ProfilerError if none has)."""
+        """How many boards have the key, and how many of them are free (ProfilerError if none has the key)."""
         try:
             state = self._connect(_ANSWER_S).summary()
             keys = [str(server["key"]).partition(":")[2] for server in state["server_info"]]
@@ -71,7 +71,7 @@ class Tracker:
         return keys.count(self.key), free
 
     def session(self, timeout_s: float) -> Any:
-        """A board for so long (ProfilerError if none becomes free)."""
+        """A session of `timeout_s` seconds on a board (ProfilerError if none becomes free)."""
         try:
             tracker = self._connect(self.free_s)
             session = tracker.request(self.key, session_timeout=int(timeout_s) + 1, max_retry=1)
@@ -82,14 +82,14 @@ class Tracker:
 
 
 class BoardProgram(LoadedProgram):
-    """A program on a board. Nothing is known of who else uses its cores, so that no sample is called disturbed."""
+    """A program on a board. Other users of its cores cannot be detected, so no sample counts as disturbed."""
 
     def __init__(self, built: SharedObject, arguments: Arguments, plan: SamplingPlan, session: Any) -> None:
         self._session = session
         super().__init__(built, arguments, plan, Sentinel(0.0))
 
     def load(self, path: str) -> Any:
-        with Path(path).open("rb") as file:  # what cannot be linked here is linked on the board
+        with Path(path).open("rb") as file:  # an object file, which was not linked here, is linked on the board
             suffix = ".o" if file.read(17)[16:] == bytes([_RELOCATABLE]) else ".so"
         name = Path(path).with_suffix(suffix).name
         self._session.upload(path, target=name)
@@ -125,7 +125,7 @@ def board_worker(connection: Connection, config: CpuConfig, tracker: Tracker, se
             return
         try:
             _measure(connection, config, batch, sentinel, session)
-        except Exception:  # the session ended with a program: who waits finds out which
+        except Exception:  # a program ended the session: the parent finds out which one
             os._exit(1)
         del session
 
@@ -133,7 +133,7 @@ def board_worker(connection: Connection, config: CpuConfig, tracker: Tracker, se
 def _measure(
     connection: Connection, config: CpuConfig, batch: list[SharedObject], sentinel: SharedObject | None, session: Any
 ) -> None:
-    """One batch, with the time of the sentinel program before and after it."""
+    """Measure one batch, and the time of the sentinel program before and after it."""
     arguments = Arguments(0, session.cpu(0))
 
     def load(built: SharedObject) -> BoardProgram:
@@ -149,13 +149,13 @@ def _measure(
     before_s = reference_s()
     for message in measure_batch(batch, config, load):
         if isinstance(message, Measured) and message.status == "run_error":
-            session.get_function("runtime.config_threadpool")  # raises where the program took the session with it
+            session.get_function("runtime.config_threadpool")  # raises if the program ended the session
         connection.send(message)
     connection.send(BatchDone(before_s, reference_s(), 0.0, "rpc"))
 
 
 class Boards(Executor):
-    """Builders of this machine, and a process for each of ``degree`` boards that waits for what its board measures."""
+    """Builders on this machine, and for each of ``degree`` boards a process here that waits for its measurements."""
 
     def __init__(self, tracker: Tracker, device: Device, degree: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Boards(Executor):
         return {"boards": self.degree}
 
     def measurers(self, serve: Any, config: Any, sentinel: Any) -> list[Worker]:
-        """As of :class:`Executor`; ProfilerError where the board cannot run the sentinel program."""
+        """As in :class:`Executor`; ProfilerError if the board cannot run the sentinel program."""
         tracker = self._tracker
         session = tracker.session(_PROBE_S)
         try:
@@ -180,8 +180,8 @@ class Boards(Executor):
 
 
 def connect(address: str, key: str | None, device: Device, workers: int | str, free_s: float = 60.0) -> Boards:
-    """Boards with a `key` at the tracker at `address`, HOST:PORT; as many at the same time as there are, or `workers`.
-    ProfilerError (one line): no tracker answers, it has no board of that key, none becomes free, the device is no CPU."""
+    """The boards with a `key` at the tracker at `address` (HOST:PORT), used all at the same time, or at most `workers` of them.
+    ProfilerError (one line): no tracker answers, it has no board with the key, none becomes free, or the device is no CPU."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ProfilerError(f"--rpc {address}: expected HOST:PORT of an RPC tracker")

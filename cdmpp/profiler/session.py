@@ -34,32 +34,32 @@ logger = logging.getLogger(__name__)
 class ProfileConfig(CpuConfig):
     """Options of :func:`profile`."""
 
-    #: See :class:`~cdmpp.profiler.plan.TaskPlan`.
+    #: These two: see :class:`~cdmpp.profiler.plan.TaskPlan`.
     programs_per_task: int = 64
     search_fraction: float = 0.25
-    #: Measure each task as it is in place of drawing programs of it.
+    #: Measure each task without a schedule, instead of drawing programs of it.
     unscheduled: bool = False
-    #: Programs measured at the same time; ``auto`` finds how many leave the labels as they are.
+    #: Number of programs measured at the same time; ``auto`` finds how many do not change the labels.
     workers: int | str = "auto"
-    #: Median difference to labels taken alone that is accepted for that; the mean may be twice as large.
+    #: For ``auto``: accepted median difference from labels taken alone; the mean may be twice as large.
     tolerance: float = 0.02
-    #: Programs that it is found with.
+    #: For ``auto``: number of programs to compare labels of.
     calibration_programs: int = 40
-    #: Of the programs of another dataset so many, evenly over the tasks.
+    #: Most programs to measure of another dataset's, spread evenly over the tasks.
     limit: int | None = None
     max_seconds: float | None = None
     seed: int = 0
     #: Build and measure on a Ray cluster: HOST:PORT of its head, or ``local`` (:func:`cdmpp.profiler.ray.connect`).
     ray: str | None = None
-    #: Measure on boards with a key at a TVM RPC tracker, HOST:PORT (:func:`cdmpp.profiler.rpc.connect`).
+    #: Measure on the boards with ``key`` at the TVM RPC tracker HOST:PORT (:func:`cdmpp.profiler.rpc.connect`).
     rpc: str | None = None
     key: str | None = None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: ``done`` of ``total`` at most, earlier runs included; of this run ``new`` outcomes, ``ok`` or
-    failed (by kind)."""
+    """The state of a run: ``done`` of at most ``total`` programs, earlier runs included; ``new`` outcomes of this run, which
+    are ``ok`` or ``failures`` (by kind)."""
 
     done: int
     total: int
@@ -71,7 +71,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run that measured did; its time is without the calibration."""
+    """What a run did; its time does not include the calibration."""
 
     path: Path
     device: str
@@ -90,9 +90,9 @@ class ProfileReport(Report):
 
 
 class Session:
-    """One run that measures: its records, what is written beside them, progress, and when it stops. Of ``total()`` programs at
-    most (it may fall), `known` have a record already. The `settings` that the labels depend on are kept with the machine and
-    the versions of `packages`; time counts from then on."""
+    """One run: its records and metadata, its progress, and when it stops. Of at most ``total()`` programs (it may fall),
+    `known` have a record already. The `settings` that the labels depend on are written when the run starts, with the machine
+    and the versions of `packages`; time counts from then on."""
 
     def __init__(
         self,
@@ -141,8 +141,8 @@ class Session:
     def take(
         self, outcomes: Iterable[Outcome], meta: Mapping[str, Any] | None, done: Callable[[Outcome], None] | None = None
     ) -> None:
-        """Put outcomes into the dataset as they come, until the time is up; `meta` is of all records (None: there are none),
-        `done` gets each."""
+        """Put outcomes into the dataset as they come, until the time is up; `meta` goes into every record (None: write no
+        records), and `done` is called with each outcome."""
         for outcome in outcomes:
             if meta is not None:
                 add_outcome(self._dataset, self._device, outcome, {"session": self.name, **meta})
@@ -163,7 +163,7 @@ class Session:
                 return
 
     def report(self) -> dict[str, Any]:
-        """Finish the dataset; the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
+        """Finish the dataset; returns the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
         if not self.new and not self._known:
             raise ProfilerError("nothing was measured")
         values = Report(self._dataset.path, self._device, self.new, self.ok, dict(self.failures), self.elapsed_s)
@@ -185,14 +185,14 @@ def profile(
     notify: Callable[[str], None] | None = None,
 ) -> ProfileReport:
     """Measure programs on a CPU share of this machine, or of a cluster's nodes, and store them in a dataset here. ``networks``
-    are zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects, of which ``tasks`` (hashes,
-    None: all) are profiled; or the programs of the dataset ``programs_of`` are. ``device`` is a CPU with a share, such as
-    ``this-cpu@1``. With ``resume`` the dataset in ``out`` is gone on with; with ``remeasure`` and ``programs_of`` what it has
-    is measured once more (label quality). ``progress`` and ``notify`` are called with the state after each outcome, and with
-    one-line news.
+    are zoo names, ``.onnx``/``.pt2`` files or :class:`~cdmpp.program.network.Network` objects, whose ``tasks`` (hashes, None:
+    all) are profiled; with ``programs_of``, the programs of that dataset are measured. ``device`` is a CPU with a share,
+    such as ``this-cpu@1``. ``resume`` continues the dataset in ``out``; ``remeasure`` with ``programs_of`` measures programs
+    once more that it already has (label quality). ``progress`` is called with the state after each outcome, ``notify`` with
+    one-line messages.
 
-    ProfilerError if the device is not here, or nothing can be measured. DatasetError if `out` holds a dataset and `resume` was
-    not asked for, or the disk is full; what was measured is kept."""
+    ProfilerError if the device is not here, or nothing can be measured. DatasetError if `out` holds a dataset and `resume` is
+    not set, or the disk is full; what was measured is kept."""
     config, notify = config or ProfileConfig(), notify or logger.info
     path, calibration = Path(out), None
     refuse_to_replace(path, resume or remeasure)
@@ -233,7 +233,7 @@ def profile(
             degree, calibration = _degree(config, device, plan, threads, notify)
             executor = Executor(core_groups(usable_cores(), threads, degree))
         settings = {
-            # folders of this machine say nothing of labels
+            # labels do not depend on this machine's folders
             **asdict(replace(config, object_cache=None, work_dir=None)),
             "target": dict(device.target),
             **executor.facts(),
@@ -264,7 +264,7 @@ def profile(
 
 
 def refuse_to_replace(path: Path, resume: bool) -> None:
-    """DatasetError if the folder holds a dataset, which is not to be gone on with."""
+    """DatasetError if the folder holds a dataset and `resume` is not set."""
     if (path / "meta.json").exists() and not resume:
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
 
@@ -278,7 +278,7 @@ def _plan(
     programs_of: str | Path | None,
     notify: Callable[[str], None],
 ) -> tuple[Plan, dict[str, str]]:
-    """What is to be measured, and the families of the networks (ProfilerError if it is nothing)."""
+    """The plan of what to measure, and the networks' families (ProfilerError if there is nothing to measure)."""
     plan: Plan
     if programs_of is not None:
         source = Dataset.open(programs_of)
@@ -303,7 +303,7 @@ def _plan(
 def _degree(
     config: ProfileConfig, device: Device, plan: Plan, threads: int, notify: Callable[[str], None]
 ) -> tuple[int, Calibration | None]:
-    """Measuring processes at the same time: as asked for, or calibrated."""
+    """Number of measuring processes at the same time, as asked for or calibrated; and the calibration, if one was made."""
     if config.workers != "auto" or len(usable_cores()) // threads <= 1:
         return 1 if config.workers == "auto" else int(config.workers), None
     from cdmpp.profiler.calibration import calibrate_cpu

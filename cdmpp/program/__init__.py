@@ -1,9 +1,9 @@
 """Tensor programs: networks, their tasks, the spaces of their schedules, compact ASTs, and the code they compile to.
 
-What is public is named in :mod:`cdmpp` and imported from the modules here; importing this package loads none of them. Here is
-what they all need, TVM, imported once and cheaply: the first ``TuneContext`` of a process imports ``tvm.s_tir.tensor_intrin``,
-30 to 50 seconds of TVMScript parsing. None of it serves the ``llvm`` and ``cuda`` rule sets, so an empty module is put in its
-place, unless the real one was imported before.
+The public names are listed in :mod:`cdmpp` and imported from the modules here; importing this package loads none of them. This
+file has what they all need: TVM, imported once and cheaply. The first ``TuneContext`` of a process imports
+``tvm.s_tir.tensor_intrin``, which parses TVMScript for 30 to 50 seconds. The ``llvm`` and ``cuda`` rule sets use none of it, so
+an empty module takes its place, unless the real one was imported before.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def import_tvm() -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Send what TVM's C++ side writes to stderr (hundreds of warnings a network) to the debug log: all of file descriptor 2, so
-    Python code inside should log rather than print."""
+    """Send what TVM's C++ code writes to stderr (hundreds of warnings per network) to the debug log. This redirects all of file
+    descriptor 2, so Python code inside should log rather than print."""
     sys.stderr.flush()
     try:
         saved = os.dup(2)
-    except OSError:  # no stderr to be quiet on
+    except OSError:  # there is no stderr to redirect
         yield
         return
     with tempfile.TemporaryFile() as sink:
@@ -70,7 +70,7 @@ def structural_hash(func: Any) -> str:
 
 
 def normalise(func: Any) -> Any:
-    """The PrimFunc under the name ``main`` and without the attributes that only fusion used."""
+    """The PrimFunc renamed to ``main``, without the attributes that only fusion used."""
     if "op_pattern" in func.attrs:
         func = func.without_attr("op_pattern")
     return func.with_attr("global_symbol", "main").with_attr("tirx.noalias", True)

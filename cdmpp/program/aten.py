@@ -1,8 +1,8 @@
 """A network as PyTorch runs it eagerly: one row for each ATen operator of its ``torch.export`` graph.
 
-Rows have the columns of :mod:`cdmpp.program.operators`, so that a model of library operators can price them. Convolutions of
-one and three dimensions are folded into two, a transposed one is the backward pass of a convolution, and a step of a recurrent
-network is one product. Views are left out. What has no rule counts as element-wise, by its bytes, and is marked.
+Rows have the columns of :mod:`cdmpp.program.operators`, so that an operator model can predict their latency. Convolutions of
+one and three dimensions are folded into two. A transposed one counts as the backward pass of a convolution, and a step of a
+recurrent network as one product. Views are left out. Operators without a rule count as element-wise by bytes, and are marked.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import pandas as pd
 from cdmpp.files import shipped_table
 from cdmpp.program.operators import GATES, attention, operator_table
 
-#: Bytes that copies of weights may take.
+#: The most bytes that copies of an operator's weights may take.
 _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Call:
-    """One operator: its node in the graph, its sizes, whether there is a rule for them, and bytes of its weights by node."""
+    """One operator: its node in the graph, its sizes, whether there is a rule for them, and bytes of each weight by node."""
 
     node: Any
     name: str
@@ -33,12 +33,12 @@ class Call:
 
     @property
     def weight_bytes(self) -> float:
-        """Of all its weights."""
+        """Bytes of all its weights together."""
         return sum(self.weight_sizes.values())
 
 
 def calls_of(exported: Any) -> list[Call]:
-    """The operators that an ``ExportedProgram`` of fixed shapes runs; views are none."""
+    """The operators that an ``ExportedProgram`` with fixed shapes runs, without views."""
     from torch.export.graph_signature import InputKind
 
     users = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT}
@@ -52,14 +52,14 @@ def calls_of(exported: Any) -> list[Call]:
             continue
         sizes, known = _sizes(name, node)
         weights = [i for i in node.all_input_nodes if i.op == "placeholder" and i.name not in users]
-        most = _bytes(node) if name == "embedding" else math.inf  # it reads some rows alone
+        most = _bytes(node) if name == "embedding" else math.inf  # it reads only some rows of its weights
         calls.append(Call(node, name, sizes, known, {i: min(_bytes(i), most) for i in weights}))
     return calls
 
 
 def table_of(calls: Sequence[Call]) -> pd.DataFrame:
-    """A row of sizes for each call, all in float32, with ``weight_bytes``, ``known`` and the ATen name (``kernel``; of products
-    the name of what ``nn.Linear`` and ``bmm`` run as well) besides."""
+    """A row of sizes for each call, in float32, with ``weight_bytes``, ``known`` and the ATen name (``kernel``). Products are
+    named ``linear`` or ``bmm`` where these run the same kernel."""
     same = {"mm": "linear", "addmm": "linear", "baddbmm": "bmm"}
     rows = (
         {"kernel": same.get(c.name, c.name), "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes} for c in calls
@@ -68,8 +68,8 @@ def table_of(calls: Sequence[Call]) -> pd.DataFrame:
 
 
 def arguments_of(call: Call, copies: int = 1) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments to run a call with, of random numbers; each further copy has weights of its own, but no more than
-    :data:`_MOST_BYTES` in all, and looks up other rows."""
+    """Random arguments to run a call with, ``copies`` times. Each further copy has weights of its own, as long as they take no
+    more than :data:`_MOST_BYTES` in all, and looks up other rows of an embedding."""
     import torch
     from torch.fx.node import map_arg
 
@@ -101,7 +101,7 @@ def _random(value: Any, high: int, generator: Any) -> Any:
     if not value.dtype.is_floating_point:
         return torch.randint(0, max(1, int(high)), value.shape, generator=generator).to(value.dtype)
     found = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    # positive: variances and what logarithms are taken of
+    # positive, since some are variances or arguments of logarithms
     return found.uniform_(0.1, 1.0, generator=generator)
 
 
@@ -124,7 +124,7 @@ def _bytes(node: Any) -> float:
 
 
 def _is_view(node: Any) -> bool:
-    """Whether the output lies in memory as the input does: of the same type, and contiguous already."""
+    """Whether the output can share the input's memory: they have the same type, and the input is contiguous already."""
     before, after = _value(node.args[0]), _value(node)
     return bool(before.dtype == after.dtype and before.is_contiguous())
 
@@ -135,7 +135,7 @@ def _kind(name: str) -> str:
 
 
 def _sizes(name: str, node: Any) -> tuple[dict[str, Any], bool]:
-    """Sizes of a call, and whether there is a rule for it."""
+    """Sizes of a call, and whether a rule for it is known."""
     rule = _RULES.get(name)
     if rule is not None:
         return rule(node), True
@@ -150,7 +150,7 @@ def _sizes(name: str, node: Any) -> tuple[dict[str, Any], bool]:
 
 
 def _run(node: Any) -> float:
-    """Elements that the first input has one after the other in memory, counted along its last dimensions."""
+    """Number of elements that are consecutive in memory in the first input, counted along its last dimensions."""
     run = 1.0
     first = next((zip(v.shape, v.stride(), strict=True) for i in node.all_input_nodes for v in _tensors(i)), ())
     for extent, stride in reversed(list(first)):
@@ -161,7 +161,7 @@ def _run(node: Any) -> float:
 
 
 def _product(node: Any) -> dict[str, Any]:
-    """``mm``, ``bmm``, ``matmul``, and with an addend first ``addmm`` and ``baddbmm``."""
+    """``mm``, ``bmm`` and ``matmul``; also ``addmm`` and ``baddbmm``, whose first argument is the addend."""
     first = 1 if "add" in str(node.target) else 0
     x, y = (_value(arg).shape for arg in node.args[first : first + 2])
     k = x[-1]
@@ -178,7 +178,7 @@ def _linear(node: Any) -> dict[str, Any]:
 
 
 def _conv(node: Any) -> dict[str, Any]:
-    """A convolution of any dimensions: the first ones are folded into the height."""
+    """A convolution with any number of dimensions: all but the last are folded into the height."""
     x, w, out = _value(node.args[0]).shape, _value(node.args[1]).shape, _value(node).shape
     transposed = "transpose" in str(node.target)
     at = {a.name: i for i, a in enumerate(node.target._schema.arguments)}
@@ -189,7 +189,7 @@ def _conv(node: Any) -> dict[str, Any]:
 
     groups, dims = given("groups")[0], len(x) - 2
     stride, dilation = (given(name) * (dims if len(given(name)) == 1 else 1) for name in ("stride", "dilation"))
-    # of a transposed one the image and the result change places
+    # a transposed convolution swaps the image and the result
     image, result, ins, outs = (out, x, w[1] * groups, x[1]) if transposed else (x, out, x[1], w[0])
     return {
         "op": "conv", "batch": x[0], "in_channels": ins, "out_channels": outs,
@@ -235,14 +235,14 @@ def _cell(op: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def _recurrent(op: str) -> Callable[[Any], dict[str, Any]]:
-    """Layers and directions of ``nn.LSTM`` or ``nn.GRU``, one after the other, as a batch of the mean one; ONNX has the weights
-    of both directions in one array."""
+    """``nn.LSTM`` or ``nn.GRU``: layers and directions run one after the other and count as a batch of their mean size. ONNX
+    has the weights of both directions in one array."""
 
     def rule(node: Any) -> dict[str, Any]:
         x = _value(node.args[0]).shape
         shapes = [_value(arg).shape for arg in node.args[2]]
         weights = [shape[-2:] for shape in shapes if len(shape) > 1 for _ in range(math.prod(shape[:-2]))]
-        runs = len(weights) // 2  # each has weights of the input and of the state
+        runs = len(weights) // 2  # each has weights for the input and for the state
         m = 1 if len(x) == 2 else x[0 if len(node.args) > 8 and node.args[8] else 1]
         n, steps = weights[0][0] / GATES[op], math.prod(x[:-1]) // m
         return {"op": op, "batch": runs, "m": m, "n": n, "k": sum(w[1] for w in weights) / runs - n, "tokens": steps}

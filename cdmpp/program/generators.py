@@ -1,14 +1,14 @@
-"""Programs and tasks made by a function: stored as its name and arguments, some 100 bytes, and built again when needed.
+"""Programs and tasks made by a function: stored as its name and arguments, some 100 bytes, and rebuilt when needed.
 
 A generator is a pure function from plain arguments to a PrimFunc. Two kinds are stored:
 
 * a **task** of a library operator (:mod:`cdmpp.program.library_ops`): ``Task.tir_json`` holds :func:`describe`'s JSON in
   place of TVM's (13 kB for a linear layer);
-* a **program** of a hand-written, parametrised kernel (:mod:`cdmpp.program.kernels`): its space says which generator and
-  which parameters, its decisions are their values (:func:`cdmpp.program.space.generator_space`).
+* a **program** of a hand-written, parametrised kernel (:mod:`cdmpp.program.kernels`): its space names the generator and
+  the parameters, its decisions are the values of these parameters (:func:`cdmpp.program.space.generator_space`).
 
-The structural hash of what is built tells whether a generator changed: programs and tasks refuse to be another one than they
-were stored as. Importing this module does not import TVM; building does.
+The structural hash of what is built shows whether a generator changed: a program that differs from the stored one is refused.
+Importing this module does not import TVM; building does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from cdmpp.errors import ProgramError
 from cdmpp.program import kernels, library_ops
 
-#: Key of the JSON that stands for a task.
+#: Key of the JSON that replaces a task's TIR.
 _KEY = "cdmpp_generator"  # `Task.prim_func` looks for it
 
 _GENERATORS: dict[str, Callable[..., Any]] = {
@@ -35,7 +35,7 @@ _GENERATORS: dict[str, Callable[..., Any]] = {
 
 
 def build(name: str, arguments: Mapping[str, Any]) -> Any:
-    """The PrimFunc of a generator and its arguments (ProgramError: there is no such one, or it does not take these)."""
+    """The PrimFunc of a generator and its arguments (ProgramError: no such generator, or it does not take these arguments)."""
     function = _GENERATORS.get(name)
     if function is None:
         raise ProgramError(f"no generator {name!r}; this version has {', '.join(sorted(_GENERATORS))}")
@@ -46,17 +46,17 @@ def build(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def kernel_parameters(name: str) -> tuple[str, ...]:
-    """Names of what the configurations of a kernel choose, in the order of its arguments."""
+    """Names of the parameters that the configurations of a kernel set, in the order of its arguments."""
     arguments = inspect.signature(_GENERATORS[name]).parameters.values()
     return tuple(argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY)
 
 
 def describe(name: str, arguments: Mapping[str, Any]) -> str:
-    """JSON that stands for a generated PrimFunc where TVM's JSON may stand."""
+    """JSON that describes a generated PrimFunc, to be stored in place of TVM's JSON."""
     return json.dumps({_KEY: name, **arguments}, separators=(",", ":"))
 
 
 def build_description(text: str) -> Any:
-    """The PrimFunc that a description stands for (ProgramError as :func:`build`)."""
+    """The PrimFunc of a description (ProgramError as in :func:`build`)."""
     arguments = json.loads(text)
     return build(arguments.pop(_KEY), arguments)

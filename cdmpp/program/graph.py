@@ -1,4 +1,4 @@
-"""A network as a graph of tasks: what end-to-end latency replays.
+"""A network as a graph of tasks, which the end-to-end latency prediction replays.
 
 The file is JSON::
 
@@ -8,7 +8,7 @@ The file is JSON::
                 "phase": "forward", "family": ..., "input_shapes": [...], "output_shape": [...],
                 "measured_s": {device: seconds}, "predicted_s": {source: {device: seconds}}}, ...]}
 
-Fields at their default are left out. The nodes are in an order in which they can run; on one stream they run in it.
+Fields at their default are left out. The nodes are in an order in which they can run; on one stream they run in that order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from cdmpp.files import read_json, write_text
 FORMAT = "cdmpp.network_graph"
 VERSION = 1
 
-#: What a node is: kernels that tasks stand for, a view or number that costs no device time, or work unknown to us.
+#: What a node is: kernels that tasks describe, a view or number that costs no device time, or unknown work.
 KINDS: tuple[str, ...] = ("kernel", "view", "unknown")
 
-#: The passes of a training step; inference has the first alone.
+#: The passes of a training step; inference has only the first.
 PHASES: tuple[str, ...] = ("forward", "backward", "accumulate")
 
 #: Folder of a dataset that holds its graphs.
@@ -42,13 +42,13 @@ class GraphNode:
 
     #: Unique in the graph.
     name: str
-    #: Hashes of the tasks that it runs one after the other; empty where it runs no kernel or an unknown one.
+    #: Hashes of the tasks that it runs one after the other; empty if it runs no kernel or an unknown one.
     tasks: tuple[str, ...] = ()
     #: Names of the nodes that it waits for.
     inputs: tuple[str, ...] = ()
-    #: How often it runs: a graph may hold one of several equal layers.
+    #: How often it runs: several equal layers may be one node.
     repeat: float = 1.0
-    #: What the source calls it.
+    #: The operator's name in the source.
     operator: str = ""
     #: One of :data:`KINDS`.
     kind: str = "kernel"
@@ -56,7 +56,7 @@ class GraphNode:
     phase: str = "forward"
     #: The source's family of operators, such as ``BMM``.
     family: str = ""
-    #: As far as the source has them.
+    #: Shapes, as far as the source gives them.
     input_shapes: tuple[tuple[int, ...], ...] = ()
     output_shape: tuple[int, ...] = ()
     #: Device -> measured seconds of one run.
@@ -69,9 +69,9 @@ class GraphNode:
 class NetworkGraph:
     """Nodes in an order in which they can run."""
 
-    #: Of the network.
+    #: Name of the network.
     name: str
-    #: Checked to be unique and sorted by :func:`network_graph`.
+    #: :func:`network_graph` sorts them and checks that their names are unique.
     nodes: tuple[GraphNode, ...]
     #: Device -> measured seconds of the whole network.
     measured_s: Mapping[str, float] = field(default_factory=dict)
@@ -89,17 +89,17 @@ class NetworkGraph:
         return weights
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values (see the module); of a node those that are not at their defaults."""
+        """As JSON values (see the module docstring); a node has only the fields that are not at their defaults."""
         plain = asdict(GraphNode(""))
         nodes = [{k: v for k, v in asdict(node).items() if v != plain[k]} for node in self.nodes]
         return {"format": FORMAT, "version": VERSION, **asdict(self), "nodes": nodes}
 
 
 def network_graph(name: str, nodes: Iterable[GraphNode], **more: Any) -> NetworkGraph:
-    """A graph of nodes in any order, with ``more`` attributes; nodes that are free to run keep the order that they have.
+    """A graph from nodes in any order, with ``more`` attributes; nodes that are ready to run at the same time keep their order.
 
-    NetworkError: two nodes have the same name, a node waits for one that is not there, nodes wait for each other (the message
-    names a cycle), or a field has no sense."""
+    NetworkError: two nodes have the same name, a node waits for one that does not exist, nodes wait for each other (the message
+    names a cycle), or a field has an invalid value."""
     given = list(nodes)
     by_name: dict[str, GraphNode] = {}
     for node in given:
@@ -147,7 +147,7 @@ def save_graph(graph: NetworkGraph, path: str | Path) -> None:
 
 
 def load_graph(path: str | Path) -> NetworkGraph:
-    """Read what :func:`save_graph` wrote (NetworkError: it cannot be read, is none, or :func:`network_graph` refuses it)."""
+    """Read what :func:`save_graph` wrote (NetworkError: it is unreadable, no graph, or refused by :func:`network_graph`)."""
     with raised_as(NetworkError, f"cannot read {path}"):
         value = read_json(path)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -163,7 +163,7 @@ def load_graph(path: str | Path) -> NetworkGraph:
 
 
 def load_graphs(dataset: str | Path) -> dict[str, NetworkGraph]:
-    """The graphs of a dataset folder by name; none if it has none (NetworkError as :func:`load_graph`)."""
+    """The graphs of a dataset folder by name; empty if it has none (NetworkError as in :func:`load_graph`)."""
     graphs = [load_graph(path) for path in sorted((Path(dataset) / FOLDER).glob("*.json"))]
     return {graph.name: graph for graph in graphs}
 

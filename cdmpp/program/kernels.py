@@ -1,9 +1,9 @@
-"""Hand-written GPU kernels with parameters, as scheduled TIR: what the configurations of public auto-tuning data stand for.
+"""Hand-written parametric GPU kernels as scheduled TIR: the programs behind the configurations of public auto-tuning data.
 
-For each kernel there is a function of the task, unscheduled, and one from the parameters of a configuration (its keyword-only
-arguments) to a scheduled PrimFunc. Buffers in shared memory and registers are indexed as the tensors they hold parts of, as in
-MetaSchedule's programs; TVM shrinks them when it lowers. What a configuration chooses and TIR cannot say (a read-only cache) is
-an annotation of the block, so that two configurations are never one program.
+For each kernel, one function gives the unscheduled task, and another turns the parameters of a configuration (its keyword-only
+arguments) into a scheduled PrimFunc. Buffers in shared memory and registers are indexed like the tensors they hold parts of, as
+in MetaSchedule's programs; TVM shrinks them when it lowers. A choice that TIR cannot express (a read-only cache) becomes an
+annotation of the block, so that two configurations never give the same program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def script() -> Any:
 
 @contextmanager
 def function(**parameters: tuple[Sequence[int], str]) -> Iterator[tuple[list[Any], Callable[[], Any]]]:
-    """Open a PrimFunc of buffers with shapes and types; gives these, and what makes the PrimFunc after the ``with``."""
+    """Open a PrimFunc of buffers with shapes and types; yields these, and a function that returns it after the ``with``."""
     T = script()
     from tvm.script.ir_builder import IRBuilder
 
@@ -42,7 +42,7 @@ def function(**parameters: tuple[Sequence[int], str]) -> Iterator[tuple[list[Any
 
 @contextmanager
 def loops(*wanted: Any) -> Iterator[list[Any]]:
-    """Open loops, outermost first (frames such as ``T.serial(4)``; a number is an unrolled one), and give their variables."""
+    """Open loops, outermost first (frames such as ``T.serial(4)``; a number is an unrolled loop), and yield their variables."""
     T = script()
     with ExitStack() as stack:
         frames = [T.unroll(frame) if isinstance(frame, int) else frame for frame in wanted]
@@ -50,7 +50,7 @@ def loops(*wanted: Any) -> Iterator[list[Any]]:
 
 
 def bound(**extents: int) -> list[Any]:
-    """Loops bound to blocks and threads, as ``bx=4`` and ``ty=2``."""
+    """Loops bound to blockIdx and threadIdx, with extents such as ``bx=4`` and ``ty=2``."""
     T = script()
     kinds = {"b": "blockIdx", "t": "threadIdx"}
     return [T.thread_binding(n, thread=f"{kinds[name[0]]}.{name[1]}") for name, n in extents.items()]
@@ -61,7 +61,7 @@ def block(
     name: str, spatial: Sequence[tuple[int, Any]] = (), reduce: Sequence[tuple[int, Any]] = (),
     where: Sequence[Any] = (), annotations: Mapping[str, Any] | None = None,
 ) -> Iterator[list[Any]]:  # fmt: skip
-    """Open a block by the extent and binding of each axis, run ``where`` all conditions hold; gives its axes."""
+    """Open a block with the extent and binding of each axis, which runs if all conditions ``where`` hold; yields its axes."""
     T = script()
     with T.sblock(name):
         axes = [T.axis.spatial(extent, value) for extent, value in spatial]
@@ -74,7 +74,7 @@ def block(
 
 
 def within(*edges: tuple[Any, int, int]) -> list[Any]:
-    """Conditions that positions lie below their extents, where steps of the third number reach beyond."""
+    """Conditions for (position, extent, step) that the position is below the extent, if the step does not divide the extent."""
     return [position < extent for position, extent, step in edges if extent % step]
 
 
@@ -92,11 +92,11 @@ def clblast_gemm(
     MWG: int, NWG: int, KWG: int, MDIMC: int, NDIMC: int, MDIMA: int, NDIMB: int, KWI: int, VWM: int, VWN: int,
     STRM: int, STRN: int, SA: int, SB: int,
 ) -> Any:  # fmt: skip
-    """CLBlast's kernel 0 of ``xgemm`` (Nugteren, IWOCL'18) in a configuration, its parameters as CLBlast calls them.
+    """Kernel 0 of CLBlast's ``xgemm`` (Nugteren, IWOCL'18) in one configuration; parameters have CLBlast's names.
 
     MWG x NWG is the tile of a block and KWG its depth, MDIMC x NDIMC its threads; MDIMA and NDIMB the shape in which they fetch
     A and B; KWI the unrolling of the depth; VWM and VWN vector widths; STRM and STRN strided access of a thread; SA and SB
-    shared memory for A and B. ProgramError: the parameters do not divide each other as CLBlast requires."""
+    shared memory for A and B. Raises ProgramError if the parameters do not divide each other as CLBlast requires."""
     threads = MDIMC * NDIMC
     rules = {
         "MWG % (MDIMC VWM)": MWG % (MDIMC * VWM), "NWG % (NDIMC VWN)": NWG % (NDIMC * VWN),
@@ -111,7 +111,7 @@ def clblast_gemm(
     T = script()
     shapes = {"a": (k, m), "b": (k, n), "c": (n, m), "out": (n, m)}
     with function(**{name: (shape, "float32") for name, shape in shapes.items()}) as ((a, b, c, out), made):
-        # Registers have an axis for each loop that separates elements of a thread, so that they shrink to its own.
+        # Register buffers have an axis for each loop that separates a thread's elements, so TVM shrinks them to these alone.
         c_local = T.sblock_alloc_buffer((n // VWN, VWN, m // VWM, VWM), scope="local")
         a_local = T.sblock_alloc_buffer((k, m // VWM, VWM), scope="local")
         b_local = T.sblock_alloc_buffer((k, n // VWN, VWN), scope="local")
@@ -120,7 +120,7 @@ def clblast_gemm(
         with loops(*bound(bx=m // MWG, by=n // NWG, ty=NDIMC, tx=MDIMC)) as (bm, bn, ty, tx):
 
             def m_vector(i: Any) -> Any:
-                """Which vector of M a thread's `i`-th is."""
+                """Number, along M, of a thread's `i`-th vector."""
                 inside = i * MDIMC + tx if STRM else tx * m_vectors + i
                 return bm * (MWG // VWM) + inside
 
@@ -133,7 +133,7 @@ def clblast_gemm(
 
             def fetch(name: str, source: Any, target: Any, size: int, tile: int, start: Any, across: int,
                       width: int, strided: int, k0: Any) -> None:  # fmt: skip
-                """All threads together: a tile of the depth KWG from global to shared memory."""
+                """Copy a tile of depth KWG from global to shared memory, by all threads together."""
                 tid = ty * MDIMC + tx
                 vectors, depth = tile // across // width, KWG * across // threads
                 with loops(vectors, depth, T.vectorized(width)) as (vi, ki, v):
@@ -184,7 +184,7 @@ _BANKS = 32
 
 
 def image_convolution(height: int, width: int, filter_height: int, filter_width: int) -> Any:
-    """The task: one image of ``(height, width)`` with a filter, the input larger by the filter's border."""
+    """The task: one filter over an image, with an output of ``(height, width)`` and an input larger by the filter's border."""
     builder = te()
     reached = (height + filter_height - 1, width + filter_width - 1)
     image, weights = placeholders(image=reached, filter=(filter_height, filter_width))
@@ -201,12 +201,12 @@ def kernel_tuner_convolution(
     block_size_x: int, block_size_y: int, tile_size_x: int, tile_size_y: int, read_only: int, use_padding: int,
     use_shmem: int, use_cmem: int,
 ) -> Any:  # fmt: skip
-    """Kernel Tuner's convolution (van Werkhoven et al., FGCS 2014) in a configuration: threads of a block, outputs of a thread,
-    loads through the read-only cache, rows of shared memory padded against bank conflicts, the input in shared memory at all,
-    the filter in constant memory.
+    """Kernel Tuner's convolution (van Werkhoven et al., FGCS 2014) in one configuration: threads of a block, outputs of a
+    thread, whether loads use the read-only cache, whether rows of shared memory are padded against bank conflicts, whether the
+    input is in shared memory at all, and whether the filter is in constant memory.
 
-    Outputs of a thread lie a block apart, so that neighbouring threads have neighbouring ones. Loops over the filter and over a
-    thread's outputs are unrolled, as their pragmas ask."""
+    Outputs of a thread are a block's width or height apart, so that neighbouring threads have neighbouring outputs. Loops over
+    the filter and over a thread's outputs are unrolled, as the kernel's pragmas ask."""
     T = script()
     span_y, span_x = block_size_y * tile_size_y, block_size_x * tile_size_x
     blocks_y, blocks_x = -(-height // span_y), -(-width // span_x)
@@ -217,7 +217,7 @@ def kernel_tuner_convolution(
     cached = {"cdmpp.read_only": read_only} if read_only else {}
     constant = {"cdmpp.constant_memory": use_cmem} if use_cmem else {}
     with function(**{name: (shape, "float32") for name, shape in shapes.items()}) as ((image, weights, out), made):
-        # An axis for each loop that separates outputs, so that a thread's registers shrink to its own.
+        # An axis for each loop that separates outputs, so that TVM shrinks the registers to a thread's own outputs.
         split = (blocks_y, tile_size_y, block_size_y, blocks_x, tile_size_x, block_size_x)
         sums = T.sblock_alloc_buffer(split, scope="local")
         reach = blocks_y * span_y + border_y, blocks_x * span_x + border_x
@@ -229,12 +229,12 @@ def kernel_tuner_convolution(
                 return list(zip(split, (by, yi, ty, bx, xi, tx), strict=True))
 
             def place(axes: Any) -> tuple[Any, Any]:
-                """The output of a block's axes."""
+                """Row and column of the output at a block's axes."""
                 b_y, y, t_y, b_x, x, t_x = axes
                 return b_y * span_y + y * block_size_y + t_y, b_x * span_x + x * block_size_x + t_x
 
             def inside(yi: Any, xi: Any) -> list[Any]:
-                """Conditions that an output lies in the image, where blocks reach beyond it."""
+                """Conditions that an output lies in the image, if blocks reach beyond it."""
                 row, column = place((by, yi, ty, bx, xi, tx))
                 return within((row, height, span_y), (column, width, span_x))
 
@@ -244,7 +244,7 @@ def kernel_tuner_convolution(
                     needed = within((row, rows, block_size_y), (column, columns, block_size_x))
                     if height % span_y or width % span_x:
                         needed += [by * span_y + row < reached_y, bx * span_x + column < reached_x]
-                    # Rows are padded to lie as many banks apart as the block is wide.
+                    # Rows are padded so that they start as many banks apart as the block is wide.
                     pad = use_padding and block_size_x % _BANKS and (columns - block_size_x) % _BANKS
                     aligned = {"buffer_dim_align": [[0, 0, _BANKS, block_size_x % _BANKS]]} if pad else {}
                     axes = [(reach[0], by * span_y + row), (reach[1], bx * span_x + column)]
@@ -254,7 +254,7 @@ def kernel_tuner_convolution(
                 T.buffer_store(sums, T.float32(0.0), axes)
             with loops(filter_height, filter_width, tile_size_y, tile_size_x) as (i, j, yi, xi):
                 reduce = [(filter_height, i), (filter_width, j)]
-                # What lies beyond the image is computed from what lies beyond it in shared memory, and not stored.
+                # Outputs beyond the image are computed from shared memory beyond it, and not stored.
                 where = [] if use_shmem else inside(yi, xi)
                 notes = constant if use_shmem else {**constant, **cached}
                 with block("update", result(yi, xi), reduce, where, notes) as (*axes, fi, fj):
@@ -269,12 +269,12 @@ def kernel_tuner_convolution(
     return made()
 
 
-#: The survey of the benchmark: measures of dispersion from 0 in steps of 0.02.
+#: The benchmark's survey has dispersion measures from 0 in steps of 0.02.
 _STEP = 0.02
 
 
 def dedispersion(samples: int, measures: int, channels: int, max_shift: int) -> Any:
-    """The task: ``out[dm, t] = sum_c signal[c, t + shift(dm, c)]``, the signal in bytes."""
+    """The task: ``out[dm, t] = sum_c signal[c, t + shift(dm, c)]``, with a uint8 signal."""
     builder = te()
     from tvm import tirx
 
@@ -295,8 +295,8 @@ def kernel_tuner_dedispersion(
     loop_unroll_factor_channel: int,
 ) -> Any:  # fmt: skip
     """Dedispersion of radio signals (Sclocco et al., Astronomy and Computing 2016) in a configuration of Kernel Tuner: threads
-    of a block, outputs of a thread, whether those lie a block apart (1) or side by side (0), and by how much the loop over the
-    channels is unrolled (0: as the compiler likes)."""
+    of a block, outputs of a thread, whether those are a block apart (1) or side by side (0), and the unroll factor of the loop
+    over the channels (0: the compiler decides)."""
     T = script()
     span_x, span_y = block_size_x * tile_size_x, block_size_y * tile_size_y
     blocks_x, blocks_y = -(-samples // span_x), -(-measures // span_y)
@@ -318,7 +318,7 @@ def kernel_tuner_dedispersion(
             axes = list(zip(split, (by, *order_y, bx, *order_x), strict=True))
 
             def place(values: Any) -> tuple[Any, Any]:
-                """Measure and sample of a block's axes."""
+                """Dispersion measure and sample at a block's axes."""
                 b_y, y0, y1, b_x, x0, x1 = values
                 return b_y * span_y + y0 * inner[1] + y1, b_x * span_x + x0 * outer[1] + x1
 

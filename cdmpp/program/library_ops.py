@@ -1,9 +1,9 @@
 """Operators as a vendor library runs them, as canonical tasks: unscheduled PrimFuncs in float32.
 
-One function an operator, from its dimensions to a PrimFunc: generators (:mod:`cdmpp.program.generators`), so that a task is
-stored as its dimensions (:func:`cdmpp.program.network.library_task`). Elementwise operators and copies are one block each, as a
-library runs them in one kernel; matrix products keep the bias as a block of its own, softmax and layer normalisation are TVM's
-own formulations, as in imported networks.
+One function per operator turns its dimensions into a PrimFunc. They are generators (:mod:`cdmpp.program.generators`), so a task
+is stored as its dimensions (:func:`cdmpp.program.network.library_task`). Elementwise operators and copies are one block each,
+because a library runs them in one kernel. Matrix products have a separate block for the bias. Softmax and layer normalisation
+are TVM's own formulations, as in imported networks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from cdmpp.errors import ProgramError
 from cdmpp.program import import_tvm, normalise
 
-#: Elementwise operators -> floating-point operations an element, as TVM counts them (special functions as none).
+#: Elementwise operators -> floating-point operations per element, as TVM counts them (special functions count as 0).
 ELEMENTWISE_FLOPS: dict[str, int] = {
     "add": 1, "mul": 1, "div": 1, "pow": 0, "addu": 1, "mulu": 1, "divu": 1, "powu": 0,
     "tanh": 0, "relu": 1, "gelu": 4,
 }  # fmt: skip
 
-#: Those of two tensors; the other binary ones (``addu``, ...) take a tensor and a number.
+#: Elementwise operators of two tensors; other binary ones (``addu``, ...) take a tensor and a number.
 BINARY: tuple[str, ...] = ("add", "mul", "div", "pow")
 
-#: Floating-point operations an element of TVM's softmax (maximum, difference, sum, quotient) and layer normalisation.
+#: Floating-point operations per element of TVM's softmax (maximum, difference, sum, quotient) and layer normalisation.
 _SOFTMAX_FLOPS, _LAYER_NORM_FLOPS = 4, 11
 
-#: The number that ``addu`` and the like take. Its value does not matter to the time.
+#: The number that ``addu`` and the like take. Its value does not affect the time.
 _NUMBER = 0.5
 
 
@@ -59,8 +59,8 @@ def conv2d(batch: int, in_channels: int, out_channels: int, kernel: int, size: i
 
 
 def elementwise(op: str, shape: Sequence[int], other: Sequence[int] = ()) -> Any:
-    """One of :data:`ELEMENTWISE_FLOPS`, of a tensor of `shape`; ``other`` is the shape of the second tensor of a binary
-    operator, 1 where it is broadcast, or empty for the same shape."""
+    """An operator of :data:`ELEMENTWISE_FLOPS` on a tensor of `shape`; ``other`` is the shape of a binary operator's second
+    tensor, 1 in broadcast dimensions, or empty for the same shape."""
     ex = te()
     from tvm import tirx
 
@@ -104,7 +104,7 @@ def layer_norm(rows: int, columns: int) -> Any:
 
 
 def memory(elements: int, inputs: int = 1) -> Any:
-    """Move memory: read `inputs` tensors of so many elements and write one (a fill, a copy, a masked copy, ...)."""
+    """Move memory: read `inputs` tensors of ``elements`` elements each and write one (a fill, a copy, a masked copy, ...)."""
     ex = te()
     from tvm import tirx
 
@@ -125,17 +125,17 @@ def memory(elements: int, inputs: int = 1) -> Any:
 
 
 def operator_flops(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Floating-point operations of an operator; arguments may be arrays, one value an instance."""
+    """Floating-point operations of an operator; arguments may be arrays with one value per instance."""
     return _work(name, arguments)[0]
 
 
 def operator_bytes(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Bytes of all inputs and outputs, each counted once; arguments may be arrays, one value an instance."""
+    """Bytes of all inputs and outputs, each counted once; arguments may be arrays with one value per instance."""
     return 4 * _work(name, arguments)[1]
 
 
 def _work(name: str, a: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Floating-point operations, and elements of all inputs and outputs."""
+    """Floating-point operations, and the number of elements of all inputs and outputs."""
     if name == "linear":
         m, n, k = a["m"], a["n"], a["k"]
         return 2 * m * n * k + m * k, m * n + n * k + k + m * k
@@ -167,10 +167,10 @@ def te() -> Any:
 
 
 def placeholders(**shapes: Sequence[int]) -> list[Any]:
-    """Inputs of an expression in float32, by name."""
+    """Float32 inputs of a tensor expression, given as names and shapes."""
     return [te().placeholder(tuple(shape), name=name) for name, shape in shapes.items()]
 
 
 def prim_func(inputs: Sequence[Any], output: Any) -> Any:
-    """The PrimFunc of tensor expressions, named and marked as tasks of networks are."""
+    """The PrimFunc of tensor expressions, with the name and attributes that tasks of networks have."""
     return normalise(te().create_prim_func([*inputs, output]))

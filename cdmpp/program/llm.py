@@ -1,7 +1,7 @@
 """Decoder-only transformers as lists of operators, from the configuration file that is published with their weights.
 
-Dense, grouped-query and mixture-of-experts decoders with gated feed-forward layers (Llama, Mistral, Qwen, Mixtral and their
-like). A serving step runs each layer as engines do: one product for queries, keys and values, one for gate and up, experts as
+Dense, grouped-query and mixture-of-experts decoders with gated feed-forward layers (Llama, Mistral, Qwen, Mixtral and similar).
+A serving step runs each layer as engines do: one product for queries, keys and values, one for gate and up, experts as
 grouped products, and with ``tp`` ranks two all-reduces a layer (Shoeybi et al., Megatron-LM, section 3). No weights are needed.
 """
 
@@ -18,7 +18,7 @@ from cdmpp.program.operators import ELEMENT_BYTES, attention
 
 _SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "vocab_size")  # fmt: skip
-#: Configurations of open models that are often asked for, as published: these sizes and what else they have.
+#: Published configurations of common open models: these sizes, and further fields.
 MODELS: dict[str, dict[str, Any]] = {
     name: {**dict(zip(_SIZES, sizes, strict=True)), **more}
     for name, sizes, more in (
@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     )
 }  # fmt: skip
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-#: Kinds of model whose layers are as described above, and what says that the layers of one are not all alike.
+#: Kinds of model whose layers are as described above; and fields of models with latent attention or layers that differ.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gemma", "granite", "olmo2",
           "internlm2", "deepseek", "yi", "baichuan")  # fmt: skip
 _UNLIKE = (
@@ -48,7 +48,7 @@ _UNLIKE = (
 
 @dataclass(frozen=True)
 class Decoder:
-    """Sizes of a decoder; ``experts`` is 0 for a dense one, whose feed-forward layers are ``intermediate`` wide."""
+    """Sizes of a decoder; ``experts`` is 0 for a dense one. Feed-forward layers, or experts, are ``intermediate`` wide."""
 
     name: str
     hidden: int
@@ -65,7 +65,7 @@ class Decoder:
     tied: bool = False
 
     def check_split(self, tp: int) -> None:
-        """NetworkError unless every rank gets whole heads and equal parts of the layers."""
+        """Raise NetworkError unless every rank gets whole heads and equal parts of the layers."""
         if tp < 1:
             raise NetworkError(f"--tp is {tp}, expected 1 or more ranks")
         if not self.splits(tp):
@@ -91,8 +91,8 @@ class Decoder:
         return self.weights(tp) * ELEMENT_BYTES[dtype] + cache + live
 
     def step(self, batch: int, new: int, past: int, dtype: str, kv_dtype: str, tp: int = 1) -> list[dict[str, Any]]:
-        """Operators of one step on one of ``tp`` ranks: ``batch`` sequences of ``new`` tokens each after ``past`` others, as
-        rows of :func:`cdmpp.program.operators.operator_table` with ``name`` and ``count``."""
+        """Operators of one step on one of ``tp`` ranks, for ``batch`` sequences of ``new`` tokens each after ``past`` earlier
+        ones, as rows for :func:`cdmpp.program.operators.operator_table` with ``name`` and ``count``."""
         self.check_split(tp)
         tokens, heads, kv_heads = batch * new, self.heads // tp, max(1, self.kv_heads // tp)
         rows: list[dict[str, Any]] = []
@@ -122,22 +122,22 @@ class Decoder:
             add("down", "gemm", m=tokens, n=self.hidden, k=wide)
         if tp > 1:
             add("all-reduce", "all_reduce", 2 * self.layers, bytes=2 * tokens * self.hidden, num_workers=tp)
-        # of each sequence the last token alone is continued
+        # only the last token of each sequence needs logits
         add("vocabulary", "gemm", 1, m=batch, n=-(-self.vocabulary // tp), k=self.hidden)
-        for row in rows:  # all but the layers' products stays in 16 bits
+        for row in rows:  # everything except the layers' matrix products stays in 16 bits
             if row["name"] in ("vocabulary", "router") or row["op"] not in ("gemm", "grouped_gemm"):
                 row["dtype"] = "bfloat16"
         return rows
 
 
 def model_name(spec: str | Path) -> str:
-    """A name as those of :data:`MODELS` are: ``meta-llama/Llama-3.1-8B-Instruct`` -> ``llama-3.1-8b``."""
+    """A model's name in the form of :data:`MODELS`: ``meta-llama/Llama-3.1-8B-Instruct`` -> ``llama-3.1-8b``."""
     return str(spec).lower().rpartition("/")[2].removesuffix("-instruct")
 
 
 def load_decoder(spec: str | Path) -> Decoder:
-    """A decoder by a name of :data:`MODELS` or the path of its ``config.json`` (NetworkError: the file cannot be read, is of
-    another kind of model, or lacks a size; names it)."""
+    """Load a decoder by a name in :data:`MODELS` or the path of its ``config.json``. Raises NetworkError if the file cannot be
+    read, is of another kind of model, or lacks a size, which it names."""
     name = model_name(spec)
     if name in MODELS:
         return _decoder(MODELS[name], name)
@@ -152,7 +152,7 @@ def load_decoder(spec: str | Path) -> Decoder:
 
 
 def is_config(path: str | Path) -> bool:
-    """Whether a JSON file is the configuration of a transformer, rather than a graph of ours."""
+    """Whether a JSON file is the configuration of a transformer, rather than a network graph of this package."""
     try:
         content = read_json(path)
     except (OSError, ValueError):

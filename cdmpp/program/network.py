@@ -1,12 +1,12 @@
-"""Networks: of the zoo, of a ``.onnx`` or ``.pt2`` file, or a torch module; their import into Relax; and their tasks, the fused
-functions that they run, equal ones of several networks taken together.
+"""Networks (of the zoo, of a ``.onnx`` or ``.pt2`` file, or a torch module), their import into Relax, and their tasks: the
+fused functions that they run, where equal functions of several networks are one task.
 
-Relax's front ends raise whatever Python raises where they meet something unforeseen (AssertionError, KeyError, TVM's own
-errors), so the calls into them, and only those, catch ``Exception``.
+On unforeseen input Relax's front ends raise all kinds of errors (AssertionError, KeyError, TVM's own errors), so the calls into
+them, and only those, catch ``Exception``.
 
 A Relax module with its weights becomes fused, legalised TIR functions, as TVM would run them. What depends on weights alone
-(transposes, batch-norm scales) is moved into a function of its own, which a deployment runs once at load time, so that it is
-not among the tasks. It is not computed: folding constants would compile every operator.
+(transposes, batch-norm scales) is moved into a separate function. A deployment runs that once at load time, so it is not among
+the tasks. It is not evaluated here: folding constants would compile every operator.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _VARIANT = re.compile(r"(?P<base>.*)@(?=[sb])(?:s(?P<size>[0-9]+))?(?:b(?P<batch>[0-9]+))?")
-#: What the front ends say of operators that they do not know.
+#: How the messages of the front ends list the operators that they do not know.
 _UNSUPPORTED = re.compile(
     r"(?:operators are not supported for frontend ONNX: *|Unsupported function types? \[)([^\n\]]*)"
 )
@@ -49,7 +49,7 @@ _ENVIRONMENT = threading.Lock()
 class Network:
     """A model that can be imported into Relax."""
 
-    #: How it is called in datasets and reports: ``resnet18``, ``resnet18@b4``, ``resnet18@s160b4``, ``my_model.onnx``.
+    #: Name in datasets and reports: ``resnet18``, ``resnet18@b4``, ``resnet18@s160b4``, ``my_model.onnx``.
     name: str
     #: Kind of network; ``user`` for a file or module.
     family: str
@@ -59,27 +59,27 @@ class Network:
     source: str
     #: One line, for people.
     description: str = ""
-    #: Gives ``torch.export``'s program of the network; None where it cannot be had.
+    #: Returns the ``torch.export`` program of the network; None if there is none.
     exporter: Callable[[Network], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
-    #: Gives its Relax module, where that is not made of what it exports.
+    #: Returns its Relax module; None if that is made from the exported program.
     importer: Callable[[], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
-    #: Gives the ATen operators that it means in place of an exported program, for their sizes alone.
+    #: Returns equivalent ATen operators in place of an exported program; only their sizes are meaningful.
     operators: Callable[[], Any] | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def to_relax(self) -> Any:
-        """Import: a ``tvm.IRModule`` with a Relax function ``main`` and the weights as constants. NetworkError: it cannot be
-        exported or imported. UnsupportedOpError: TVM has no import for one of its operators; the message names it."""
+        """Import it as a ``tvm.IRModule`` with a Relax function ``main`` and the weights as constants. NetworkError: it cannot
+        be exported or imported. UnsupportedOpError: TVM cannot import one of its operators; the message names it."""
         return self.importer() if self.importer is not None else _import_exported(self.name, self.export())
 
     def export(self) -> Any:
-        """``torch.export``'s program of it, with fixed shapes (NetworkError where it cannot be had, as of ONNX)."""
+        """Its ``torch.export`` program, with fixed shapes (NetworkError if there is none, as for ONNX)."""
         if self.exporter is None:
             raise NetworkError(f"{self.name} is no PyTorch network: its operators are known by torch.export alone")
         return self.exporter(self)
 
     @staticmethod
     def from_torch(module: nn.Module, args: Sequence[Any], name: str = "network") -> Network:
-        """A network of a torch module and example inputs (tensors), which fix the shapes."""
+        """A network from a torch module and example inputs (tensors), which fix the shapes."""
         inputs = tuple(
             TensorSpec(f"x{index}", tuple(arg.shape), str(arg.dtype).removeprefix("torch."))
             for index, arg in enumerate(args)
@@ -91,12 +91,12 @@ class Network:
 def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
     """A network by zoo name or by the path of a ``.onnx`` or ``.pt2`` file.
 
-    ``spec``: ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160; of others sequences of 160),
-    ``resnet18@s160b4``, ``path/to/model.onnx``. A dynamic batch of a file is 1 unless ``@b4`` follows its name.
+    ``spec``: ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160, or sequences of 160),
+    ``resnet18@s160b4``, ``path/to/model.onnx``. The dynamic batch of a file is 1 unless ``@b4`` follows its name.
     ``operators@s7`` is the seventh draw of :mod:`cdmpp.program.zoo.operators`. ``shapes``: input name -> shape, for files with
     other dynamic extents.
 
-    NetworkError: unknown name (the message suggests near ones), bad batch or size, missing or unreadable file, unknown
+    NetworkError: unknown name (the message suggests similar ones), bad batch or size, missing or unreadable file, unknown
     shape."""
     text = str(spec)
     match = _VARIANT.fullmatch(text)
@@ -139,7 +139,7 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
         if all(0 not in item.shape for item in _exported_inputs(exported)):
             return exported
         module = exported.module()
-        module.eval = module.train = lambda *mode: module  # it refuses both
+        module.eval = module.train = lambda *mode: module  # an exported module refuses both
         return _export(name, module, example_inputs(network))
 
     def importer() -> Any:
@@ -149,7 +149,7 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
 
 
 def example_inputs(network: Network, seed: int = 0) -> tuple[Any, ...]:
-    """Random torch tensors of the network's inputs; integers stay below each input's bound."""
+    """Random torch tensors for the network's inputs; integers stay below each input's bound."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -223,7 +223,7 @@ def _load_pt2(path: Path) -> Any:
 
 
 def _exported_inputs(exported: Any) -> list[TensorSpec]:
-    """Inputs of an exported program; a dynamic extent is 0."""
+    """Inputs of an exported program; dynamic extents are 0."""
     from torch.export.graph_signature import InputKind
 
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
@@ -237,7 +237,7 @@ def _exported_inputs(exported: Any) -> list[TensorSpec]:
 
 
 def _import_exported(name: str, exported: Any, inputs: Sequence[TensorSpec] = (), batch: int = 1) -> Any:
-    """An exported program with constant weights; its dynamic extents are those of the inputs, else the batch."""
+    """An exported program in Relax, with constant weights; dynamic extents are those of ``inputs``, or else ``batch``."""
     tvm = import_tvm()
     from tvm.relax.frontend.torch import from_exported_program
 
@@ -256,7 +256,7 @@ def _import_exported(name: str, exported: Any, inputs: Sequence[TensorSpec] = ()
 
 
 def _cumsum(node: Any, importer: Any) -> Any:
-    """A cumulative sum in PyTorch's type: TVM's own conversion adds booleans up as booleans, as in transformers' masks."""
+    """A cumulative sum in PyTorch's data type: TVM's own conversion adds booleans (as in transformers' masks) as booleans."""
     from tvm import relax
 
     dtype = str(node.meta["val"].dtype).removeprefix("torch.")
@@ -265,7 +265,7 @@ def _cumsum(node: Any, importer: Any) -> Any:
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """torch.export.load falls back to unpickling anything; this makes torch refuse to."""
+    """Make torch refuse to unpickle arbitrary objects, which torch.export.load falls back to."""
     key = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     with _ENVIRONMENT:
         before = os.environ.get(key)
@@ -288,7 +288,7 @@ def _load_onnx(path: Path) -> Any:
 
     try:
         model = onnx.load(str(path))
-    except Exception as err:  # protobuf raises differing classes by its implementation
+    except Exception as err:  # the error class depends on the implementation of protobuf
         raise NetworkError(f"{path} is not a readable .onnx file: {_first_line(err)}") from err
     if not model.graph.node:
         raise NetworkError(f"{path} is not an ONNX model: it has no graph")
@@ -296,7 +296,7 @@ def _load_onnx(path: Path) -> Any:
 
 
 def _onnx_inputs(model: Any) -> list[TensorSpec]:
-    """Inputs of an ONNX model; a dynamic extent is 0."""
+    """Inputs of an ONNX model; dynamic extents are 0."""
     import onnx
 
     weights = {initializer.name for initializer in model.graph.initializer}
@@ -311,7 +311,7 @@ def _onnx_inputs(model: Any) -> list[TensorSpec]:
 
 
 def _import_onnx(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
-    """An ONNX model with constant weights."""
+    """The Relax module of an ONNX model, with constant weights."""
     import_tvm()
     from tvm.relax.frontend.onnx import from_onnx
 
@@ -329,7 +329,7 @@ def _import_onnx(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
 def _fixed(
     name: str, inputs: Sequence[TensorSpec], shapes: Mapping[str, Sequence[int]], batch: int | None
 ) -> tuple[TensorSpec, ...]:
-    """Inputs with every extent known: by ``shapes``, or where the first is dynamic the batch (1 if None, which is logged)."""
+    """Inputs with all extents fixed: by ``shapes``, or a dynamic first extent by the batch (1 if None, with a warning)."""
     unknown = sorted(set(shapes) - {item.name for item in inputs})
     if unknown:
         known = ", ".join(item.name for item in inputs)
@@ -365,7 +365,7 @@ def _fixed(
 
 @contextmanager
 def _importing(name: str) -> Iterator[None]:
-    """What a front end raises as UnsupportedOpError, which names the operators, or NetworkError."""
+    """Turn what a front end raises into an UnsupportedOpError, which names the operators, or a NetworkError."""
     try:
         with _quiet():
             yield
@@ -385,13 +385,13 @@ def _first_line(err: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Front ends warn about each renamed input and about their own deprecations."""
+    """Suppress warnings: front ends warn about each renamed input and about their own deprecations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-#: The function that makes the weights as ``main`` wants them, from the weights as the network has them.
+#: Name of the function that turns the network's weights into the form that ``main`` takes.
 PREPARE_WEIGHTS = "main_transform_params"
 
 #: Operators that make a view of a tensor and run no kernel.
@@ -411,13 +411,13 @@ class FusedNetwork:
     num_inputs: int
     #: Names of the PrimFuncs that ``main`` calls, in order of execution.
     calls: tuple[str, ...]
-    #: Names of the operators in ``main`` that did not become TIR, so that no task stands for them.
+    #: Names of the operators in ``main`` that did not become TIR and so have no task.
     untranslated: tuple[str, ...]
 
 
 def fuse(module: Any, target: Any = None) -> FusedNetwork:
     """Legalise and fuse a ``tvm.IRModule`` with a Relax function ``main`` whose weights are constants, for a
-    ``tvm.target.Target`` (one llvm core if None); legalisation hardly depends on it."""
+    ``tvm.target.Target`` (one llvm core if None); legalisation hardly depends on the target."""
     tvm = import_tvm()
     from tvm import relax
 
@@ -457,7 +457,7 @@ def fuse(module: Any, target: Any = None) -> FusedNetwork:
 
 
 def _simplify_batch_norm(module: Any) -> Any:
-    """Rewrite inference batch norm that no convolution took up to ``x * scale + shift``."""
+    """Rewrite inference batch norms that were not folded into a convolution as ``x * scale + shift``."""
     from tvm import relax
     from tvm.relax.dpl import is_op, rewrite_call, wildcard
     from tvm.relax.dpl.pattern import TupleGetItemPattern
@@ -482,7 +482,7 @@ def _simplify_batch_norm(module: Any) -> Any:
 
 
 def _multiply_powers(module: Any) -> Any:
-    """Rewrite squares and cubes as products, as PyTorch computes them: a core takes far longer for a call of powf."""
+    """Rewrite squares and cubes as products, as PyTorch computes them: a CPU core takes far longer for a call of powf."""
     from tvm import relax
     from tvm.relax.dpl import is_const, is_op, rewrite_call, wildcard
 
@@ -501,8 +501,8 @@ def _multiply_powers(module: Any) -> Any:
 
 
 def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Turn the constant tensors of ``main`` into parameters after its inputs, so that they are no part of a task; the module
-    and their values."""
+    """Turn the constant tensors of ``main`` into parameters after its inputs, so that they are not part of a task. Returns the
+    module and their values."""
     from tvm import relax
 
     @relax.expr_functor.mutator
@@ -514,7 +514,7 @@ def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
         def visit_generic_const_(self, op: Any) -> Any:
             if not isinstance(op.ty, relax.TensorType) or len(op.ty.shape) == 0:
                 return op  # a scalar is part of the computation
-            key = hash(op)  # of the object's address: one constant used twice is one parameter
+            key = hash(op)  # by the object's address: one constant used twice is one parameter
             if key not in self.parameters:
                 self.parameters[key] = (relax.Var(f"weight{len(self.parameters)}", op.ty), op.value)
             return self.parameters[key][0]
@@ -529,7 +529,7 @@ def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def callee(call: Any) -> tuple[str, Sequence[Any], bool]:
-    """What a Relax call runs: its name, the arguments, and whether it is a PrimFunc."""
+    """What a Relax call runs: the name, the arguments, and whether it is a PrimFunc."""
     operator = str(getattr(call.op, "name", "?"))
     if operator.startswith("relax.call_tir"):
         return str(call.args[0].name_hint), [call.args[1]], True
@@ -558,7 +558,7 @@ def _calls(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 _PACKED_CALLS = ("tirx.tvm_call_packed", "tirx.tvm_call_cpacked", "tirx.call_extern", "tirx.tvm_call_packed_lowered")
 
-#: Called with the name of a network, its number (from 1) and the number of networks before it is imported.
+#: Called before each network is imported, with its name, its number (from 1) and the number of networks.
 Progress = Callable[[str, int, int], None]
 
 
@@ -566,11 +566,11 @@ def extract_tasks(
     networks: Iterable[Network | str], target: Any = None, progress: Progress | None = None
 ) -> list[Task]:
     """The tasks of networks (or of what :func:`cdmpp.program.network.load_network` takes), one per structural hash, in the
-    order of first occurrence; their ``networks`` say how often each network runs them.
+    order of first occurrence. Their ``networks`` say how often each network runs them.
 
     ``target``: ``tvm.target.Target`` (or what its constructor takes); one llvm core if None. Functions of dynamic shape or
     without any computation are left out, with a logged reason. NetworkError, UnsupportedOpError: a network cannot be imported,
-    or two different ones have the same name."""
+    or two different networks have the same name."""
     tvm = import_tvm()
     if target is not None and not isinstance(target, tvm.target.Target):
         target = tvm.target.Target(target)
@@ -600,8 +600,8 @@ def extract_tasks(
 
 
 def tasks_of(fused: FusedNetwork, network: str) -> dict[str, Task]:
-    """Function that a network calls -> its task, equal ones the same, with how often the network runs it. Functions that are no
-    task (see :func:`task_from_prim_func`) are left out, with a logged reason."""
+    """Name of a function that a network calls -> its task, with how often the network runs it; equal functions have the same
+    task. Functions that are not a task (see :func:`task_from_prim_func`) are left out, with a logged reason."""
     found: dict[str, Task] = {}
     weights = Counter[str]()
     for name, count in Counter(fused.calls).items():
@@ -617,7 +617,7 @@ def tasks_of(fused: FusedNetwork, network: str) -> dict[str, Task]:
 
 
 def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, float] | None = None) -> Task:
-    """A task of one unscheduled PrimFunc (ProgramError: it has no loop, no fixed shapes, or no schedulable blocks)."""
+    """The task of one unscheduled PrimFunc (ProgramError: it has no loop, no fixed shapes, or no schedulable blocks)."""
     tvm = import_tvm()
     from tvm.s_tir.analysis import estimate_tir_flops
 
@@ -647,7 +647,7 @@ def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, fl
 
 
 def library_task(name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None) -> Task:
-    """The task of a library operator; some 0.7 ms (ProgramError: no such operator, or not with these arguments)."""
+    """The task of a library operator, made in some 0.7 ms (ProgramError: no such operator, or not with these arguments)."""
     from cdmpp.program import generators, library_ops
 
     func = generators.build(name, arguments)

@@ -1,4 +1,4 @@
-"""ONNX's operators as the ATen operators that they mean, for their sizes: the graph can be priced, not run."""
+"""ONNX operators as equivalent ATen operators with their sizes: the graph serves to predict latencies, it cannot run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cdmpp.errors import NetworkError
 from cdmpp.files import shipped_table
 from cdmpp.program.zoo import TensorSpec
 
-#: Elements of a constant that is worked out, at most.
+#: Most elements of a constant that is computed here.
 _MOST = 1 << 24
 
 
 def onnx_program(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
-    """Like an ``ExportedProgram`` for :func:`cdmpp.program.aten.calls_of`, by ONNX's shape inference. What follows from shapes
-    and constants alone is known before anything runs. NetworkError: the shape of a result cannot be told."""
+    """An ONNX model like an ``ExportedProgram`` for :func:`cdmpp.program.aten.calls_of`, by ONNX's shape inference. Values that
+    follow from shapes and constants alone are computed first. NetworkError: a result's shape cannot be inferred."""
     import onnx
     import torch
     from torch.export.graph_signature import InputKind
@@ -52,7 +52,7 @@ def onnx_program(name: str, model: Any, inputs: Sequence[TensorSpec]) -> Any:
 
 
 def _inferred(model: Any, fixed: Mapping[str, Sequence[int]]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """Shape and ONNX type of values by name, those of them that are constants, and the nodes that compute the others."""
+    """Shape and ONNX type of each value by name, the values that are constants, and the nodes that compute the others."""
     import onnx
     from onnx.reference import ReferenceEvaluator as Reference
 
@@ -80,7 +80,7 @@ def _inferred(model: Any, fixed: Mapping[str, Sequence[int]]) -> tuple[dict[str,
             if node.op_type == "Shape" and node.input[0] in known:
                 found = [np.array(known[node.input[0]][0], dtype=np.int64)]
             elif small and all(key in constants for key in given):
-                with contextlib.suppress(Exception):  # what the reference cannot compute is an operator
+                with contextlib.suppress(Exception):  # what the reference cannot compute stays an operator
                     found = list(Reference(node).run(None, {key: constants[key] for key in given}))
             if not found:
                 continue
@@ -93,7 +93,7 @@ def _inferred(model: Any, fixed: Mapping[str, Sequence[int]]) -> tuple[dict[str,
 
 
 def _meant(kind: str, inputs: list[Any], given: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]]:
-    """The ATen operator of an ONNX one, and those arguments that tell its sizes."""
+    """The ATen operator for an ONNX operator, and the arguments that determine its sizes."""
     first: Any = inputs[0] if inputs else None
     dims, present = (2 if first is None else first.meta["val"].dim()) - 2, tuple(i for i in inputs if i is not None)
     if kind in ("Conv", "ConvTranspose"):
@@ -124,7 +124,7 @@ def _meant(kind: str, inputs: list[Any], given: Mapping[str, Any]) -> tuple[str,
 
 
 def _target(name: str) -> Any:
-    """An ATen operator; for one that there is not, something of its name."""
+    """The ATen operator of this name; if there is none, a placeholder class of this name."""
     import torch
 
     packet = getattr(torch.ops.aten, name, None)

@@ -1,4 +1,4 @@
-"""Operators as libraries run them, one row each: what they compute, in which data type, and the sizes that decide the time.
+"""Operators as libraries run them, one row each: the operation, its data type, and the sizes that its time depends on.
 
 A table is a DataFrame with the columns of :data:`COLUMNS`; sizes that an operator does not have are NaN.
 """
@@ -22,12 +22,12 @@ ELEMENT_BYTES: dict[str, float] = {
     "float64": 8, "float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_block": 1 + 4 / 128,
     "fp8_static": 1, "nvfp4": 0.5 + 1 / 16, "int8": 1, "int4_wo": 0.5, "int8_wo": 1, "sq": 1,
 }  # fmt: skip
-#: Other names of data types, as files have them.
+#: Other names of data types that files use.
 DTYPE_NAMES = {
     "fp64": "float64", "fp32": "float32", "f32": "float32", "float": "float32", "tf32": "tfloat32", "fp16": "float16",
     "f16": "float16", "half": "float16", "bf16": "bfloat16", "float8": "fp8", "float8_e4m3fn": "fp8", "fp4": "nvfp4",
 }  # fmt: skip
-#: Data types of weights alone: inputs, outputs and arithmetic are bfloat16. Of the others outputs are no smaller than this.
+#: Data types of weights only: inputs, outputs and arithmetic are bfloat16. Outputs of other types are no smaller than that.
 WEIGHTS_ONLY = ("int4_wo", "int8_wo")
 
 #: Column -> what it is; the first three are text, the others float64.
@@ -89,7 +89,7 @@ OPERATORS: dict[str, tuple[str, ...]] = {
     "gru": ("m", "n", "k", "tokens"),
 }  # fmt: skip
 COLLECTIVES = ("all_reduce", "send_recv")
-#: Data type -> operators that PyTorch alone runs as one kernel.
+#: Data type -> operators that PyTorch itself runs as one kernel.
 _OF_TORCH = {
     **dict.fromkeys(
         ("float64", "float32", "float16", "bfloat16"),
@@ -99,21 +99,21 @@ _OF_TORCH = {
     "tfloat32": ("gemm", "conv"),
     "fp8": ("gemm", "quantize"),
 }  # fmt: skip
-#: Sizes that are 1 (0: backward) where a row does not say.
+#: Defaults of sizes that a row may lack: 1, or 0 for ``backward``.
 _DEFAULTS = {"batch": 1.0, "inputs": 1.0, "stride": 1.0, "dilation": 1.0, "groups": 1.0, "backward": 0.0}
-#: No size of an operator is larger.
+#: The largest size that an operator may have.
 _LARGEST = 1e15
-#: Vector instructions an element: read, mean, scale and the like. Their exact number hardly matters, memory bounds them.
+#: Vector instructions per element: read, mean, scale and the like. The exact number hardly matters: memory bounds them.
 _VECTOR = {"rmsnorm": 4, "layernorm": 7, "softmax": 4, "silu_mul": 3, "elementwise": 1, "quantize": 3, "embedding": 0,
            "activation": 4, "batchnorm": 2, "copy": 0, "reduce": 1}  # fmt: skip
-#: Exponentials and the like an element.
+#: Exponentials and other special functions per element.
 _SPECIAL = {"softmax": 1, "silu_mul": 2, "activation": 1}
-#: Products of a cell of a recurrent network, by operator.
+#: Number of matrix products in a cell of a recurrent network, by operator.
 GATES = {"lstm": 4, "gru": 3}
 
 
 def dtype_name(text: str) -> str:
-    """The name of a data type as :data:`ELEMENT_BYTES` has it (ProgramError: there is none such)."""
+    """The name of a data type in :data:`ELEMENT_BYTES`. Raises ProgramError if there is none."""
     name = text.strip().lower().removeprefix("torch.")
     name = DTYPE_NAMES.get(name, name)
     if name not in ELEMENT_BYTES:
@@ -122,8 +122,8 @@ def dtype_name(text: str) -> str:
 
 
 def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataFrame:
-    """A table of rows, whose missing sizes become NaN or what is usual (:data:`COLUMNS`; other columns are kept). ProgramError:
-    an operator is not known, or a size that it needs is missing, negative or no number; names the row."""
+    """Make a table of rows (:data:`COLUMNS`; other columns are kept); missing sizes become their default or NaN. Raises
+    ProgramError, naming the row, if an operator is unknown or a size that it needs is missing, negative or not a number."""
     table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows)).reset_index(drop=True)
     for name in ("op", "dtype"):
         if name not in table:
@@ -156,10 +156,10 @@ def attention(
     heads: int, kv_heads: int, head_dim: int, q_lengths: Sequence[int], kv_lengths: Sequence[int], causal: bool = True,
     window: int = 0,
 ) -> dict[str, float]:  # fmt: skip
-    """Sizes of attention over sequences: ``q_lengths`` new queries each, ``kv_lengths`` keys each, the new ones among them.
+    """Sizes of attention over sequences of ``q_lengths`` new queries and ``kv_lengths`` keys, which include the new ones.
 
-    A query sees the keys up to its own, of these the last ``window`` if that is not 0; without ``causal`` it sees all.
-    ProgramError: the lengths do not fit each other, or a head of keys does not serve a whole number of query heads."""
+    A query sees the keys up to its own, or only the last ``window`` of these if that is not 0; without ``causal`` it sees all.
+    Raises ProgramError if the lengths do not match, or the query heads are not a multiple of the key heads."""
     q, kv = np.asarray(q_lengths, dtype=np.float64), np.asarray(kv_lengths, dtype=np.float64)
     if q.shape != kv.shape or not len(q):
         raise ProgramError(f"attention of {len(q)} query lengths and {len(kv)} key lengths: expected as many")
@@ -181,10 +181,10 @@ def attention(
 
 
 def seen_pairs(q: FloatArray, kv: FloatArray, causal: bool | NDArray[np.bool_], window: Any = 0) -> FloatArray:
-    """Pairs of a query and a key that it sees, of each sequence: query i of q sees the keys up to ``kv - q + i``."""
+    """Number of pairs of a query and a key that it sees, by sequence: query i of q sees the keys up to ``kv - q + i``."""
     full = q * kv
     below = full - q * (q - 1) / 2
-    # with a window w, query i (from 1) sees min(w, kv - q + i): those before the window fills see fewer
+    # with a window w, query i (from 1) sees min(w, kv - q + i) keys: queries before the window is full see fewer
     w = np.where(np.asarray(window) > 0, window, np.inf)
     filling = np.clip(np.where(np.isinf(w), q, w - (kv - q)), 0, q)
     first = filling * (kv - q) + filling * (filling + 1) / 2
@@ -193,8 +193,8 @@ def seen_pairs(q: FloatArray, kv: FloatArray, causal: bool | NDArray[np.bool_], 
 
 
 def work(table: pd.DataFrame) -> dict[str, FloatArray]:
-    """What each operator has to do, float64 (n,): ``matrix`` (FLOP of products, a multiply-add is two), ``vector`` and
-    ``special`` (instructions of elements), ``read`` and ``written`` (bytes; each tensor once)."""
+    """The work of each operator, float64 (n,): ``matrix`` (FLOP of matrix products, two for a multiply-add), ``vector`` and
+    ``special`` (instructions, counted per element), ``read`` and ``written`` (bytes, each tensor counted once)."""
     size = {name: np.nan_to_num(table[name].to_numpy(dtype=np.float64)) for name in SIZES}
     op = table["op"].to_numpy(dtype=str)
     element = table["dtype"].map(ELEMENT_BYTES).to_numpy(dtype=np.float64)
@@ -240,8 +240,8 @@ def work(table: pd.DataFrame) -> dict[str, FloatArray]:
 
 
 def runs_in_torch(table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Which operators PyTorch alone can run as one kernel (of recurrent ones each step): not attention with a window, or of
-    several new queries after others, nor products of fp8 that are not of whole 16 x 16 blocks."""
+    """Which operators PyTorch itself can run as one kernel (recurrent ones: one per step). Not attention with a window or with
+    several new queries after earlier tokens, nor fp8 products that are not whole 16 x 16 blocks."""
     names = ("n", "k", "sequences", "tokens", "kv_tokens", "pairs")
     size = {name: table[name].to_numpy(dtype=np.float64) for name in names}
     known = [op in _OF_TORCH.get(dtype, ()) for op, dtype in zip(table["op"], table["dtype"], strict=True)]
@@ -253,19 +253,19 @@ def runs_in_torch(table: pd.DataFrame) -> NDArray[np.bool_]:
 
 
 def used_weights(weights: FloatArray, rows: FloatArray) -> FloatArray:
-    """How many of so many weights some of the rows are dealt to, on average, if each is as likely, at least 1."""
+    """How many of the weights (of experts) get any of the rows, on average, if each is equally likely; 1 or more."""
     with np.errstate(divide="ignore", invalid="ignore"):
         used = -weights * np.expm1(rows * np.log1p(-1 / weights))
     return np.where(weights > 1, np.maximum(used, 1.0), 1.0)
 
 
 def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
-    """The operators of a ``.parquet`` or ``.csv`` file, one row an operator of a step, in ``dtype`` where a row has none.
+    """Read the operators of a ``.parquet`` or ``.csv`` file, one per row; rows without a data type get ``dtype``.
 
-    Columns are ``op``, ``count`` (1), and what the operator has of ``m``, ``n``, ``k``, ``heads``, ``kv_heads``, ``head_dim``,
-    ``q_lengths``, ``kv_lengths`` (one entry a sequence; in CSV separated by spaces), ``bytes``, ``num_workers``, and optionally
-    ``step`` and ``phase``. Operators that are not in :data:`OPERATORS` stay, with ``known`` false. ProgramError: the file
-    cannot be read, has no ``op`` or no row, or a row has a size that cannot be; names the row."""
+    Columns are ``op``, ``count`` (1 if missing), those that the operator needs of ``m``, ``n``, ``k``, ``heads``, ``kv_heads``,
+    ``head_dim``, ``q_lengths``, ``kv_lengths`` (one entry per sequence; in CSV separated by spaces), ``bytes``,
+    ``num_workers``, and optionally ``step`` and ``phase``. Operators that are not in :data:`OPERATORS` stay, with ``known``
+    false. Raises ProgramError if the file cannot be read, has no ``op`` or no row, or a row (it names it) has invalid sizes."""
     path = Path(path)
     with raised_as(ProgramError, f"cannot read operators from {path}", ImportError, NotImplementedError):
         table = pd.read_csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
@@ -301,13 +301,13 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         sizes |= attention(whole[0], whole[1], whole[2], queries, keys)
     elif op in ("rmsnorm", "silu_mul", "elementwise", "layernorm", "softmax", "quantize", "embedding"):
         sizes.setdefault("n", given.get("k"))
-        if "m" not in sizes and "bytes" in given:  # by the size of the tensor alone
+        if "m" not in sizes and "bytes" in given:  # only the size of the tensor is given
             sizes |= {"m": 1, "n": float(given["bytes"]) / ELEMENT_BYTES[dtype_name(dtype)]}
     return {**kept, **operator_table([{"dtype": dtype, **sizes, "op": op}]).iloc[0].to_dict()}
 
 
 def operator_text(row: Mapping[str, Any]) -> str:
-    """What an operator is, for people: ``gemm 4096 x 4096 x 8192 bfloat16``."""
+    """An operator as readable text: ``gemm 4096 x 4096 x 8192 bfloat16``."""
     size = {name: f"{row[name]:.0f}" for name in SIZES if row.get(name) == row.get(name) and name in row}
     if row["op"] == "conv":
         text = "{batch} x {in_channels} x {height} x {width}, {out_channels} of {kernel_h} x {kernel_w}".format(**size)

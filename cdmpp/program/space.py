@@ -1,9 +1,9 @@
-"""Tasks to programs: points of MetaSchedule's design spaces, and their exact rebuilding.
+"""From tasks to programs: sampling points of MetaSchedule's design spaces, and rebuilding them exactly.
 
 A design space is a trace of schedule instructions; a program is the space plus the decisions of its sampling instructions.
 Replaying both and then applying the rule set's postprocessors gives the same PrimFunc every time, so some 200 bytes store a
 program exactly (a seed would not: TVM's sampling is not reproducible between versions or with several threads). The
-configurations of a parametrised kernel are a space of their own: a generator and the names of its parameters.
+configurations of a parametrised kernel form a space of their own: a generator and the names of its parameters.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cdmpp.program.types import Program, Space, Task
 
 logger = logging.getLogger(__name__)
 
-#: Targets the rule sets are asked with. Only what the rules read matters here (cores, limits of a block); the
-#: target a program is compiled for belongs to the device.
+#: The target that the cuda rule set is given. Only what the rules read matters here (cores, limits of a block); the target a
+#: program is compiled for comes from the device.
 CUDA_SPACE_TARGET: dict[str, Any] = {
     "kind": "cuda",
     "arch": "sm_80",
@@ -41,12 +41,12 @@ _MAX_REPEATED = 40
 
 
 def _dumps(value: Any) -> str:
-    """Compact JSON; of a number that TVM has boxed (``IntImm``, ``FloatImm``) its value."""
+    """Compact JSON; numbers that TVM has boxed (``IntImm``, ``FloatImm``) are written as their values."""
     return json.dumps(value, separators=(",", ":"), default=lambda boxed: boxed.value)
 
 
 def instructions_and_decisions(schedule: Any) -> tuple[str, str]:
-    """The trace of a schedule as JSON, without what the postprocessors added."""
+    """The trace of a schedule as two JSON texts, without what the postprocessors added."""
     insts, decisions = schedule.trace.as_json(remove_postproc=True)
     return _dumps(insts), _dumps(decisions)
 
@@ -58,26 +58,26 @@ def _space(task: Task, rule: str, num_cores: int, index: int, insts: str) -> Spa
 
 
 def _context(mod: Any, rule: str, num_cores: int, **options: Any) -> Any:
-    """MetaSchedule's context of a rule set, with further options of it or other ones; the rules have not run yet."""
+    """A ``TuneContext`` for a rule set; ``options`` add to its arguments or replace them. The rules have not run yet."""
     tvm = import_tvm()
     from tvm.s_tir import meta_schedule as ms
 
     target = {"kind": "llvm", "num-cores": num_cores} if rule == "llvm" else CUDA_SPACE_TARGET
-    # Asked for by name: what TVM chooses for AVX-512 or tensor cores needs its slow import of tensor intrinsics.
+    # The rules are chosen by name: TVM's own choice for AVX-512 or tensor cores needs its slow import of tensor intrinsics.
     generator = ms.space_generator.PostOrderApply(sch_rules=rule, postprocs=rule, mutator_probs=rule)
-    # The state also seeds the spaces' own sampling; the programs are drawn with seeds of their own.
+    # The random state also seeds the sampling of the spaces; the programs are drawn with separate seeds.
     options = {"target": tvm.target.Target(target), "rand_state": 1, **options}
     return ms.TuneContext(mod=mod, space_generator=generator, num_threads=1, **options)
 
 
 def _postprocessors(context: Any, verify: bool) -> list[Any]:
-    """Those of the rule set; without the one that only rejects if `verify` is False."""
+    """The postprocessors of the rule set; without ``VerifyGPUCode``, which only rejects, if `verify` is False."""
     return [p for p in context.space_generator.postprocs if verify or "VerifyGPUCode" not in str(p)]
 
 
 def schedule_of(mod: Any, insts: Any, decisions: Any) -> Any:
-    """The schedule that a space's instructions and decisions (JSON values) make of a task's module, before postprocessing;
-    TVM's own errors where they do not apply."""
+    """The schedule before postprocessing: a space's instructions and decisions (JSON values) applied to a task's module. Raises
+    TVM's own errors if they do not apply."""
     from tvm.s_tir.schedule import Schedule, Trace
 
     schedule = Schedule(mod)
@@ -86,7 +86,7 @@ def schedule_of(mod: Any, insts: Any, decisions: Any) -> Any:
 
 
 def _rebuilt(mod: Any, insts: Any, program: Program, postprocs: Sequence[Any]) -> Any:
-    """The PrimFunc of a program, ProgramError if it does not replay or gives another one than its hash says."""
+    """The PrimFunc of a program (ProgramError: it does not replay, or its structural hash is not the program's)."""
     try:
         schedule = schedule_of(mod, insts, json.loads(program.decisions))
         rejecting = next((p for p in postprocs if not p.apply(schedule)), None)
@@ -107,9 +107,9 @@ def _checked(program: Program, func: Any, verb: str, maker: str) -> Any:
 class TaskSpaces:
     """The design spaces of one task under one rule set, ``"llvm"`` or ``"cuda"`` (no tensor cores).
 
-    ``num_cores`` are what the llvm rules parallelise for. With ``verify`` programs that cannot run on a GPU are rejected
-    (MetaSchedule's ``VerifyGPUCode``); without it both kinds are drawn, which is what a validity model learns from.
-    ProgramError: the rule set is unknown or TVM cannot make a space of the task."""
+    The llvm rules parallelise for ``num_cores``. With ``verify``, programs that cannot run on a GPU are rejected
+    (MetaSchedule's ``VerifyGPUCode``). Without it, programs that can and cannot run are drawn; a validity model learns from
+    both. ProgramError: the rule set is unknown or TVM cannot make a space of the task."""
 
     def __init__(
         self, task: Task, rule: str = "llvm", num_cores: int = 1, *, verify: bool = True, **options: Any
@@ -123,7 +123,7 @@ class TaskSpaces:
         self.rule = rule
         self.num_cores = num_cores if rule == "llvm" else 0
         self._mod = tvm.IRModule({"main": task.prim_func()})
-        #: MetaSchedule's, made with ``options`` besides.
+        #: MetaSchedule's ``TuneContext``, made with the additional ``options``.
         self.context = _context(self._mod, rule, num_cores, **options)
         try:
             with quiet():
@@ -131,13 +131,13 @@ class TaskSpaces:
         except Exception as err:  # TVM raises its own InternalError types, by message only
             raise ProgramError(f"TVM found no design space for task {task.name} ({task.hash}): {err}") from err
         self._postprocs = _postprocessors(self.context, verify)
-        # MutateParallel changes an instruction in place of a decision, so its programs are not of the space any more.
+        # MutateParallel changes an instruction instead of a decision, so its programs no longer belong to the space.
         self._mutators = {
             mutator: float(probability)
             for mutator, probability in self.context.space_generator.mutator_probs.items()
             if "MutateParallel" not in str(mutator)
         }
-        #: Hash -> space, and the live trace that samples it; the rules offer some spaces twice.
+        #: Hash of a space -> the space, and the live trace that samples it; the rules produce some spaces twice.
         self._traced: dict[str, tuple[Space, Any]] = {}
         for index, schedule in enumerate(self.schedules):
             insts, _ = instructions_and_decisions(schedule)
@@ -154,7 +154,7 @@ class TaskSpaces:
         return self._traced[str(program.space_hash)][0]
 
     def draw(self, space: Space, rng: random.Random) -> Any:
-        """A random schedule of a space, before postprocessing; TVM's own errors where a primitive refuses a decision."""
+        """A random schedule of a space, before postprocessing. Raises TVM's own errors if a primitive refuses a decision."""
         from tvm.s_tir.schedule import Schedule
 
         schedule = Schedule(self._mod, seed=rng.randrange(1, 2**31 - 1))
@@ -170,7 +170,7 @@ class TaskSpaces:
         return Program(digest, self.task.hash, space.hash, decisions, origin)
 
     def sample(self, n: int, seed: int, exclude: Iterable[str] = ()) -> list[Program]:
-        """Draw up to `n` random programs, unique by structural hash; fewer where the spaces hold no more. Spaces are visited in
+        """Draw up to `n` random programs, unique by structural hash; fewer if the spaces have no more. Spaces are visited in
         turn, so that one with few points does not hide the others."""
         rng = random.Random(f"{self.task.hash}:{seed}")
         seen = set(exclude)
@@ -183,7 +183,7 @@ class TaskSpaces:
             program: Program | None = None
             try:
                 program = self._finished(self.draw(space, rng), space, "random")
-            except Exception as err:  # as of draw(); TVM raises ScheduleError and others
+            except Exception as err:  # see draw(): TVM raises ScheduleError and others
                 logger.debug("task %s: sampled trace does not apply: %s", self.task.hash, err)
             if program is not None and program.hash not in seen:
                 rejected[key] = repeated[key] = 0
@@ -222,7 +222,7 @@ class TaskSpaces:
                 child = Schedule(self._mod)
                 trace.apply_to_schedule(child, remove_postproc=True)
                 program = self._finished(child, space, "search")
-            except Exception as err:  # as in sample()
+            except Exception as err:  # see sample()
                 logger.debug("task %s: mutant does not apply: %s", self.task.hash, err)
                 continue
             if program is not None and program.hash not in seen:
@@ -231,30 +231,30 @@ class TaskSpaces:
         return mutants
 
     def rebuild(self, program: Program, space: Space) -> Any:
-        """The scheduled PrimFunc of `program`, exactly as it was drawn (ProgramError as of :class:`Rebuilder`)."""
+        """The scheduled PrimFunc of `program`, exactly as it was drawn (ProgramError as in :class:`Rebuilder`)."""
         return _rebuilt(self._mod, json.loads(space.insts_json), program, self._postprocs)
 
 
 class Rebuilder:
-    """Rebuilds programs of many tasks; keeps what TVM needs per task. Making a :class:`TaskSpaces` costs tens of milliseconds,
-    replaying a program about three, so only the postprocessors are set up here. ``verify`` is as for :class:`TaskSpaces`."""
+    """Rebuilds programs of many tasks; keeps what TVM needs per task. Making a :class:`TaskSpaces` takes tens of milliseconds
+    and replaying a program about three, so only the postprocessors are set up here. ``verify`` is as in :class:`TaskSpaces`."""
 
     def __init__(self, *, verify: bool = True) -> None:
         self._verify = verify
-        #: Of rule sets and cores. A context owns the target of its postprocessors, so both are kept.
+        #: (rule set, cores) -> context and postprocessors. A context owns the target of its postprocessors, so both are kept.
         self._contexts: dict[tuple[str, int], tuple[Any, list[Any]]] = {}
         self._mods: dict[str, Any] = {}
         self._insts: dict[str, Any] = {}
 
     def __call__(self, program: Program, task: Task, space: Space | None) -> Any:
-        """The PrimFunc of `program`, the task's own where it is unscheduled (ProgramError: it does not replay exactly)."""
+        """The PrimFunc of `program`, or the task's own if it is unscheduled (ProgramError: it does not replay exactly)."""
         if program.space_hash is None:
             return task.prim_func()
         if space is None or space.hash != program.space_hash:
             raise ProgramError(f"program {program.hash} needs its design space {program.space_hash}")
         if space.rule == GENERATOR_RULE:
             return _checked(program, build_program(space, program.decisions), "is generated", "version")
-        # by its text: tasks of one hash may call their blocks differently, and the instructions name them
+        # keyed by the TIR: tasks with the same hash may name their blocks differently, and the instructions use these names
         if task.tir_json not in self._mods:
             self._mods[task.tir_json] = import_tvm().IRModule({"main": task.prim_func()})
         mod = self._mods[task.tir_json]
@@ -263,7 +263,7 @@ class Rebuilder:
         key = (space.rule, space.num_cores)
         if key not in self._contexts:
             context = _context(mod, *key)
-            # another thread's stays that was first: it is in use
+            # if another thread was first, its context stays: it is in use
             self._contexts.setdefault(key, (context, _postprocessors(context, self._verify)))
         return _rebuilt(mod, self._insts[space.hash], program, self._contexts[key][1])
 
@@ -276,8 +276,8 @@ def rebuild(program: Program, task: Task, space: Space | None) -> Any:
 def program_of_schedule(
     schedule: Any, task: Task, rule: str = "llvm", num_cores: int = 1, origin: str = "search"
 ) -> tuple[Program, Space]:
-    """A postprocessed schedule of MetaSchedule's search as a program and its design space. A search may change instructions
-    besides decisions (how much is parallel): the space is then none of :attr:`TaskSpaces.spaces`, so its index is -1."""
+    """A postprocessed schedule of MetaSchedule's search as a program and its design space. A search may change instructions as
+    well as decisions (how much is parallel). The space is then not in :attr:`TaskSpaces.spaces`, so its index is -1."""
     insts, decisions = instructions_and_decisions(schedule)
     space = _space(task, rule, num_cores if rule == "llvm" else 0, -1, insts)
     return Program(structural_hash(schedule.mod["main"]), task.hash, space.hash, decisions, origin), space
@@ -294,21 +294,21 @@ def sample_programs(task: Task, n: int, *, rule: str = "llvm", num_cores: int = 
 
 
 def generator_space(task_hash: str, name: str, parameters: Sequence[str], fixed: Mapping[str, Any]) -> Space:
-    """The space of a generator's programs of a task: names of the arguments that differ, in the order of their values in the
-    decisions, and those that all programs share, such as the problem's size."""
+    """The space of a task's programs by one generator. ``parameters``: names of the arguments that differ, in the order of
+    their values in the decisions. ``fixed``: the arguments that all programs share, such as the problem's size."""
     content = _dumps({"generator": name, "parameters": list(parameters), "fixed": dict(fixed)})
     digest = hashlib.blake2b(f"{task_hash}|{GENERATOR_RULE}|{content}".encode(), digest_size=8).hexdigest()
     return Space(digest, task_hash, GENERATOR_RULE, 0, 0, content)
 
 
 def generator_program(space: Space, program_hash: str, values: Sequence[int]) -> Program:
-    """A program of a generator space, by the values of its parameters."""
+    """The program of a generator space with these values of its parameters."""
     return Program(program_hash, space.task_hash, space.hash, _dumps(list(values)), "generator")
 
 
 def build_program(space: Space, decisions: str) -> Any:
-    """The PrimFunc of a program of a generator space (ProgramError: it is none, the decisions are not values of its parameters,
-    or it does not take them)."""
+    """The PrimFunc of a program of a generator space (ProgramError: it is no such space, the decisions are not values of its
+    parameters, or the generator does not take them)."""
     try:
         content = json.loads(space.insts_json)
         values = dict(zip(content["parameters"], json.loads(decisions), strict=True))

@@ -1,4 +1,4 @@
-"""Task, Space and Program: what is measured and predicted, as plain data; :meth:`Task.prim_func` alone imports TVM."""
+"""Task, Space and Program: what is measured and predicted, as plain data; only :meth:`Task.prim_func` imports TVM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Task:
     dtype: str = "float32"
 
     def prim_func(self) -> Any:
-        """The unscheduled PrimFunc (ProgramError: it is stored as a generator that this version has not)."""
+        """The unscheduled PrimFunc (ProgramError: it is stored as a generator that this version does not have)."""
         from cdmpp.program import import_tvm
 
         if self.tir_json.startswith('{"cdmpp_generator":'):
@@ -41,35 +41,35 @@ class Task:
 class Space:
     """One design space of a task: the instructions of a MetaSchedule trace, without decisions."""
 
-    #: Of task, rule set, cores and instructions.
+    #: Hash of task, rule set, cores and instructions.
     hash: str
     task_hash: str
     #: MetaSchedule's rule set: ``"llvm"`` or ``"cuda"``; or ``"generator"`` for the configurations of a parametrised
     #: kernel (:mod:`cdmpp.program.generators`).
     rule: str
-    #: Cores that the parallel rule was given (CPU); 0 for a GPU.
+    #: Cores that MetaSchedule's parallel rule was given (CPU); 0 for a GPU.
     num_cores: int
-    #: The space's number among those of the task.
+    #: The number of the space among those of the task.
     index: int
-    #: The instructions as JSON (first half of ``Trace.as_json()``); of a generator its name, the names of its
-    #: parameters, and the arguments that its programs share.
+    #: The instructions as JSON (first half of ``Trace.as_json()``); for a generator its name, the names of its parameters, and
+    #: the arguments that its programs share.
     insts_json: str = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Program:
-    """One point of a design space, or the unscheduled task where a vendor library runs it."""
+    """One point of a design space, or the unscheduled task if a vendor library runs it."""
 
     #: 16 hexadecimal digits of the structural hash of the scheduled PrimFunc.
     hash: str
     task_hash: str
     space_hash: str | None
-    #: The decisions of the trace as compact JSON (second half of ``Trace.as_json()``); with the space they rebuild the
-    #: program exactly. Of a generator the values of its parameters. Empty where ``space_hash`` is None.
+    #: The decisions of the trace as compact JSON (second half of ``Trace.as_json()``); with the space they rebuild the program
+    #: exactly. For a generator the values of its parameters. Empty if ``space_hash`` is None.
     decisions: str = field(repr=False)
-    #: How it was found: ``random`` (uniform over the space), ``search`` (evolutionary search, the fast region a tuner
-    #: visits), ``generator`` (a configuration of a parametrised kernel), ``unscheduled`` (the task as it is),
-    #: ``default`` (TVM's schedule for a GPU where nothing was tuned).
+    #: How it was found: ``random`` (uniform over the space), ``search`` (evolutionary search, the fast region a tuner visits),
+    #: ``generator`` (a configuration of a parametrised kernel), ``unscheduled`` (the task as it is), ``default`` (TVM's
+    #: schedule for a GPU if nothing was tuned).
     origin: str = "random"
-    #: ``scheduled`` (this TIR is what runs) or ``library`` (the task is run by a vendor library).
+    #: ``scheduled`` (this TIR is what runs) or ``library`` (a vendor library runs the task).
     implementation: str = "scheduled"

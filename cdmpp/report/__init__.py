@@ -1,4 +1,4 @@
-"""Where a trained predictor errs, or what operators of a step take, as one HTML page."""
+"""HTML reports on one page: where a trained predictor errs, or how long the operators of a serving step take."""
 
 from cdmpp.report.html import report_html, write_report, write_serving
 

@@ -1,4 +1,4 @@
-"""What a report says: a run folder, its predictor and the records it is scored on, in numbers."""
+"""The numbers in a report on a run folder, its predictor and the records it is scored on."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from cdmpp.predictor.uncertainty import interval_metrics
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Nominal coverages that intervals are checked at.
+#: Nominal coverages at which intervals are checked.
 COVERAGES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 
-#: Tasks listed as the worst.
+#: Number of tasks that are listed as the worst.
 WORST_TASKS = 50
 
 CONFIG_FILE = "config.yaml"
@@ -43,31 +43,31 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunReport:
-    """The numbers of a report on a run folder, ``name``."""
+    """The numbers in a report on the run folder ``name``."""
 
     name: str
     #: The configuration as YAML.
     config: str
     #: What the predictor was trained on (:attr:`cdmpp.predictor.Predictor.training`).
     training: Mapping[str, Any]
-    #: What ``cdmpp evaluate --json`` writes for the same records, by device, network, family and task.
+    #: The output of ``cdmpp evaluate --json`` for the same records, by device, network, family and task.
     scores: Mapping[str, Any]
-    #: One row a scored record: ``task, device, latency_s, predicted_s, family`` (of several: ``several``; of none:
-    #: ``unknown``), ``noise, error_floor``.
+    #: One row per scored record: ``task, device, latency_s, predicted_s, family`` (``several`` if there is more than one,
+    #: ``unknown`` if there is none), ``noise, error_floor``.
     records: pd.DataFrame
     #: Rows by ``device``, ``network``, ``family`` and ``task``, the largest MAPE first, and by ``latency``, ascending
-    #: decades. A row of a network is of all its sizes and batches; where there are several, its ``sizes`` are their rows.
-    #: Of the tasks the :data:`WORST_TASKS`, each with its ``label`` and ``networks``.
+    #: decades. A network's row covers all its sizes and batches; if it has several, ``sizes`` holds their rows. Only the
+    #: :data:`WORST_TASKS` worst tasks are in, each with its ``label`` and ``networks``.
     groups: Mapping[str, list[Row]]
-    #: Rows of every task on every device that has at least two programs.
+    #: A row for every pair of a task and a device with at least two programs.
     ranking: list[Row]
     #: :func:`cdmpp.predictor.uncertainty.interval_metrics` at the :data:`COVERAGES` that the calibration supports.
     coverage: list[dict[str, Any]]
-    #: One line an epoch.
+    #: One entry per epoch.
     history: list[dict[str, Any]]
     #: Dataset folders and the machines their records were taken on.
     data: tuple[str, ...]
-    #: What a reader has to know before believing the numbers.
+    #: Caveats about the numbers.
     notes: tuple[str, ...]
 
 
@@ -77,12 +77,12 @@ def collect_report(
     split: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RunReport:
-    """Score the predictor of a run folder and collect what a report of it says.
+    """Score the predictor of a run folder and collect the numbers for its report.
 
-    Without `data` (records, or their dataset folders) those of the run's configuration are scored; without a `split`, as
-    ``cdmpp evaluate`` takes it, the run's own where the records are those of the run, else that of training made anew on these
-    records. PredictorError for no run folder, no finished predictor in it, no data, or a damaged file; else as
-    :func:`cdmpp.predictor.evaluate` and :func:`cdmpp.predictor.gather`."""
+    `data` is records or their dataset folders; without it the run's configuration names them. `split` is as in
+    ``cdmpp evaluate``; without it the run's own split applies if the records are those of the run, else the kind of split used
+    in training is made anew on these records. Raises PredictorError if there is no run folder, no finished predictor in it, no
+    data, or a damaged file; other errors as :func:`cdmpp.predictor.evaluate` and :func:`cdmpp.predictor.gather`."""
     run = Path(run)
     if not run.is_dir():
         raise PredictorError(f"{run}: no such run folder (cdmpp train writes one)")
@@ -126,7 +126,7 @@ def latency_decade(latency_s: float) -> str:
 
 
 def _own_split(run: Path, data: TrainingData, notes: list[str]) -> Split | None:
-    """The run's split; None, and a note, where it is one of other records."""
+    """The run's split; None, with a note added, if it was made on other records."""
     try:
         text = (run / SPLIT_FILE).read_text(encoding="utf-8")
     except OSError as err:
@@ -165,7 +165,7 @@ def _records(data: TrainingData, rows: NDArray[np.int64], predicted_s: NDArray[n
 def _groups(
     data: TrainingData, rows: NDArray[np.int64], records: pd.DataFrame, scores: Mapping[str, Any]
 ) -> tuple[dict[str, list[Row]], list[Row]]:
-    """``groups`` and ``ranking`` of a report."""
+    """The ``groups`` and ``ranking`` of a :class:`RunReport`."""
     label_s, predicted_s = records["latency_s"], records["predicted_s"]
     tasks, devices = records["task"].tolist(), records["device"].tolist()
     members = {grouping: data.members(grouping, rows) for grouping in scores["groups"]}
@@ -197,7 +197,7 @@ def _groups(
 def _worst_first(
     groups: Mapping[str, Mapping[str, Any]], ratio: pd.Series, members: Sequence[tuple[str, ...]]
 ) -> list[Row]:
-    """Rows of groups; ``ratio`` is predicted / measured of each record, ``members`` the groups that it belongs to."""
+    """Rows of groups, the largest MAPE first; ``ratio`` is predicted / measured by record, ``members`` the record's groups."""
     of_group = ratio.repeat([len(names) for names in members])
     bias = of_group.groupby([name for names in members for name in names]).median() - 1
     rows = [{"name": name, "bias": float(bias[name]), **metrics} for name, metrics in groups.items()]

@@ -1,6 +1,6 @@
-"""The figures of a report: what each shows -> a PNG of one panel, so that a narrow page can put them under each other.
+"""The figures of a report, as caption -> PNG. Each has one panel, so that a narrow page can stack them.
 
-Colours are those of Okabe and Ito, which colour-blind people can tell apart; markers and line styles differ besides.
+Colours are those of Okabe and Ito, which colour-blind people can tell apart; markers and line styles differ too.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 #: Okabe and Ito's colours (without yellow, which is too pale on white) with a marker each.
 _STYLES = (("#0072B2", "o"), ("#D55E00", "^"), ("#009E73", "s"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
-#: Name of the families that have no style.
+#: Name for the families that have no style of their own.
 _OTHERS = "other families"
 _BLUE, _RED = _STYLES[0][0], _STYLES[1][0]
 
-#: Hatches beside colours, and operators that are drawn.
+#: Hatches, used along with the colours; the most operators that are drawn.
 _HATCHES, _BARS = ("", "///", "...", "xx", "\\\\", "++"), 20
-#: Upper ends of the bars of regrets, fractions; a last bar takes the rest.
+#: Upper ends of the bins of the regret histogram, as fractions; a last bin takes the rest.
 _REGRETS = (0.0, 0.05, 0.10, 0.20, 0.50, 1.0, 3.0)
 
 
 def scatter_figures(records: pd.DataFrame, noise_floor: float | None) -> dict[str, bytes]:
-    """Predicted against measured latency, and their ratio, both logarithmic, by family (columns ``latency_s``, ``predicted_s``,
-    ``family``); the noise floor, a fraction, is drawn as a band where known."""
+    """Draw predicted against measured latency, and their ratio, both logarithmic, by family (columns ``latency_s``,
+    ``predicted_s``, ``family``); the noise floor, a fraction, is drawn as a band if known."""
     low = 0.8 * float(records[["latency_s", "predicted_s"]].min().min())
     high = 1.25 * float(records[["latency_s", "predicted_s"]].max().max())
     ratio = records["predicted_s"] / records["latency_s"]
@@ -46,7 +46,7 @@ def scatter_figures(records: pd.DataFrame, noise_floor: float | None) -> dict[st
         if noise_floor:
             band = ((1 - noise_floor) * exact, (1 + noise_floor) * exact)
             label = f"noise floor ±{100 * noise_floor:.1f} %"
-            # its edge makes a floor below the width of a line visible
+            # the edge line keeps a band visible that is narrower than a line
             axes.fill_between(line, *band, color="#888888", linewidth=3, label=label, zorder=1)
         axes.plot(line, exact, color="black", linewidth=0.8, label="exact", zorder=2)
         _scatter_by_family(axes, records, values)
@@ -64,7 +64,7 @@ def scatter_figures(records: pd.DataFrame, noise_floor: float | None) -> dict[st
 
 
 def history_figures(history: Sequence[Mapping[str, Any]], noise_floor: float | None) -> dict[str, bytes]:
-    """Training loss and validation MAPE against the epoch."""
+    """Draw training loss and validation MAPE against the epoch."""
     epochs = [line["epoch"] for line in history]
     mapes = [100 * line["valid_mape"] for line in history]
     best = int(np.argmin(mapes))
@@ -85,7 +85,7 @@ def history_figures(history: Sequence[Mapping[str, Any]], noise_floor: float | N
 
 
 def ranking_figures(ranking: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    """How many tasks have which top-1 regret and which pairwise accuracy."""
+    """Draw histograms of top-1 regret and pairwise accuracy over the tasks."""
     regrets = np.asarray([row["top1_regret"] for row in ranking])
     upper = np.asarray([*_REGRETS, np.inf])
     bars = np.bincount(np.searchsorted(upper, regrets - 1e-12), minlength=len(upper))
@@ -112,7 +112,7 @@ def ranking_figures(ranking: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
 
 
 def coverage_figures(coverage: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-    """Coverage reached against the coverage asked for, and the width of the intervals."""
+    """Draw the coverage reached, and the width of the intervals, against the coverage asked for."""
     nominal = [100 * entry["coverage"] for entry in coverage]
     covered = [100 * entry["covered"] for entry in coverage]
     by_task = [100 * entry["covered_by_task"] for entry in coverage]
@@ -135,7 +135,7 @@ def coverage_figures(coverage: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
 
 
 def bound_figures(rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, bytes]:
-    """Seconds ``together`` of operators (``label``), the longest on top, coloured by what is ``bound``."""
+    """Draw the seconds ``together`` of operators (``label``), the first and longest on top, coloured by their ``bound``."""
     shown = rows[:_BARS]
     axes = _panel(title, "", "")
     figure: Any = axes.figure
@@ -152,8 +152,8 @@ def bound_figures(rows: Sequence[Mapping[str, Any]], title: str) -> dict[str, by
 
 
 def _scatter_by_family(axes: Axes, records: pd.DataFrame, values: pd.Series) -> None:
-    """Values against measured latency, one style a family; the rarer ones share one and lie below."""
-    # Many records hide each other: smaller and fainter the more there are.
+    """Draw values against measured latency, with one style per family; rarer families share one and are drawn first."""
+    # Many points hide each other, so they are smaller and fainter if there are many.
     size, alpha = (14, 0.8) if len(records) < 500 else (8, 0.5)
     styles = dict(zip(records["family"].value_counts().index, _STYLES, strict=False))
     names = records["family"].where(records["family"].isin(styles), _OTHERS)
@@ -174,7 +174,7 @@ def _in_seconds(axis: Axis) -> None:
 
 
 def _log_numbers(axes: Axes) -> None:
-    """A logarithmic y axis with ticks at 1, 2, 5, 10 and so on, or finer ones where it spans less."""
+    """Make the y axis logarithmic, with ticks at 1, 2, 5, 10 and so on, or finer ones if it spans less."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -200,7 +200,7 @@ def _panel(title: str, xlabel: str, ylabel: str) -> Axes:
 
 def _png(axes: Axes) -> bytes:
     buffer = io.BytesIO()
-    # Without a date and a version in it, the same numbers give the same file.
+    # The file contains no date or version, so the same numbers give the same file.
     figure: Any = axes.figure
     figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
     return buffer.getvalue()

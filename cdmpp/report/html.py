@@ -1,4 +1,4 @@
-"""A training run or a serving step as one HTML file: nothing is loaded from elsewhere, nothing is wider than the page."""
+"""A training run or a serving step as one HTML file that loads nothing from elsewhere and fits the width of the page."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cdmpp.report.figures import bound_figures, coverage_figures, history_figure
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Rows of a table, and names of a list, that are shown; more are folded.
+#: Number of rows of a table, and of names in a list, that are shown; the rest is folded.
 SHOWN = 15
 
-#: How values are written; one that is unknown is a dash.
+#: Formats of values; an unknown value is written as a dash.
 _FORMS: Mapping[str, str] = {"percent": "{:.1%}", "signed": "{:+.1%}", "number": "{:.3g}", "text": "{}"}
 
 
@@ -32,18 +32,18 @@ def write_report(
     split: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RunReport:
-    """Score a run's predictor, write what there is to say about it as one HTML file and return the numbers in it.
+    """Score a run's predictor, write a report about it as one HTML file, and return the numbers in it.
 
-    Arguments and errors are those of :func:`cdmpp.report.content.collect_report`; PredictorError, too, where matplotlib is not
-    installed or the file cannot be written (its folder is made if missing)."""
+    Arguments and errors are those of :func:`cdmpp.report.content.collect_report`. Also raises PredictorError if matplotlib is
+    not installed or the file cannot be written; its folder is created if missing."""
     report = collect_report(run, data, split, progress)
     _write(out, report_html(report))
     return report
 
 
 def write_serving(reports: Sequence[ServingReport], out: str | Path) -> None:
-    """Write what the operators of a serving step, or of a list, take on each device: a picture, and why (PredictorError:
-    matplotlib is not installed, or the file cannot be written)."""
+    """Write a page with the times of the operators of a serving step, or of a list, on each device: a figure, and what bounds
+    them. Raises PredictorError if matplotlib is not installed or the file cannot be written."""
     devices = []
     for report in reports:
         rows = sorted(report.by_name(), key=lambda row: -row["together"])
@@ -61,7 +61,7 @@ def _write(out: str | Path, text: str) -> None:
 
 
 def report_html(report: RunReport) -> str:
-    """The page (``report.html.j2``)."""
+    """The report as an HTML page (``report.html.j2``)."""
     floor = report.scores["overall"]["noise_floor_mape"]
     figures = {
         "scatter": scatter_figures(report.records, floor),
@@ -94,12 +94,12 @@ def _form(value: Any, form: str) -> str:
 
 
 def _known(columns: Sequence[Sequence[str]], rows: Sequence[Row]) -> list[Sequence[str]]:
-    """The columns, by the keys of their values, of which any row knows something."""
+    """The columns for which any row has a value; the first item of a column is the key of its values."""
     return [column for column in columns if any(row.get(column[0]) is not None for row in rows)]
 
 
 def _by_architecture(networks: Iterable[str]) -> list[str]:
-    """Networks with their sizes counted: ``resnet50 (20 sizes)``."""
+    """Names of networks, with several sizes of one combined: ``resnet50 (20 sizes)``."""
     sizes: dict[str, list[str]] = {}
     for name in networks:
         sizes.setdefault(architecture(name), []).append(name)

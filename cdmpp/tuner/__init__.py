@@ -1,4 +1,4 @@
-"""Tuning: MetaSchedule's search with a pretrained cost model, and a profiler that wastes little; imported on first use."""
+"""Tuning: search with a pretrained cost model, and a profiler that avoids needless measurements; imported on first use."""
 
 from __future__ import annotations
 

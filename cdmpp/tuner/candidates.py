@@ -1,13 +1,13 @@
-"""Candidates of one task: a search proposes them, earlier programs are replayed.
+"""Candidates of one task: a search proposes them, and earlier programs are replayed.
 
-What a task runs as where nothing was tuned is the start of a tuning, and what it falls back to. On a CPU that is the task as
-it is, whose loops LLVM compiles. A GPU cannot run that: there it is the schedule that TVM Relax gives by default
-(``tvm.s_tir.dlight``, by the rules of ``relax.backend.cuda``), a trace without a choice in it, with an origin of its own.
+A tuning starts from the untuned program of a task, and falls back to it. On a CPU that is the unscheduled task, whose loops
+LLVM compiles. A GPU cannot run an unscheduled task: there it is the schedule that TVM Relax applies by default
+(``tvm.s_tir.dlight``, by the rules of ``relax.backend.cuda``), a trace without sampling decisions, with an origin of its own.
 
-Replaying a trace is what a search costs: TVM takes 3 to 12 ms of a CPU for each program whose AST is to be predicted, and holds
-Python's lock meanwhile; its evolutionary search replays a thousand for sixteen that are measured. Here most children are never
-replayed: small trees over the decisions, fitted to the predictions (and rejections) of what was replayed so far, say which of
-some thousand mutants and crossings are likely to be fast, and the predictor ranks those few by their ASTs.
+The cost of a search is replaying traces: TVM takes 3 to 12 ms of CPU time for each program whose AST is to be predicted, and
+holds Python's lock meanwhile; its evolutionary search replays a thousand programs for sixteen that are measured. Here most
+children are never replayed. Small trees over the decisions are fitted to the predictions (and rejections) of the programs
+replayed so far. They select the few likely fast ones of some thousand mutants and crossovers; the predictor ranks these by AST.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ FloatArray = NDArray[np.float64]
 
 #: ``Program.origin`` of default schedules.
 DEFAULT = "default"
-#: MetaSchedule's search has a limit of its own, which is not used.
+#: Trial limit given to MetaSchedule's search: so high that it never applies.
 _NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A program that is proposed: MetaSchedule's MeasureCandidate, and the same for the profiler."""
+    """A proposed program, as MetaSchedule's MeasureCandidate and as a build job for the profiler."""
 
     measure: Any
     job: BuildJob
 
     @property
     def hash(self) -> str:
-        """Of the program."""
+        """Structural hash of the program."""
         return self.job.program.hash
 
     @property
@@ -68,15 +68,15 @@ class Candidate:
 
 
 class TaskTuner:
-    """Search for programs of one task, in a space by the device's kind, TVM target and cores (ProgramError if TVM finds
-    none)."""
+    """Search for programs of one task. The design spaces depend on the device's kind, TVM target and number of cores. Raises
+    ProgramError if TVM finds no space."""
 
     def __init__(self, task: Task, device: Device, seed: int, population: int = 256, generations: int = 3) -> None:
         tvm = import_tvm()
         from tvm.s_tir import meta_schedule as ms
 
         self.task, self._on_cpu = task, device.kind == "cpu"
-        # GPU programs are drawn within the limits that cdmpp.program.space.Rebuilder replays them with.
+        # GPU programs are sampled within the same limits with which cdmpp.program.space.Rebuilder replays them.
         limits = {} if self._on_cpu else {**design.CUDA_SPACE_TARGET, "arch": str(device.target["arch"])}
         strategy = ms.search_strategy.EvolutionarySearch(
             population_size=population, genetic_num_iters=generations, init_min_unmeasured=1
@@ -96,23 +96,23 @@ class TaskTuner:
         self._postprocs = list(self.context.space_generator.postprocs)
 
     def sample(self, n: int, seed: int) -> list[Candidate]:
-        """Random programs of all spaces in turn, at most `n`, no two alike; fewer where there are no more."""
+        """At most `n` distinct random programs, drawn from all spaces in turn; fewer if the spaces have no more."""
         programs = [replace(program, origin="search") for program in self._spaces.sample(n, seed)]
         return [self.replay(program, self._spaces.space_of(program)) for program in programs]
 
     def untuned(self) -> BuildJob | None:
-        """What runs where nothing was tuned, see the module's text; None where there is nothing."""
+        """The program that runs when nothing was tuned (see the module docstring); None if there is none."""
         if self._on_cpu:
             return BuildJob(design.unscheduled(self.task), self.task, None)
         return candidate.job if (candidate := self.untuned_candidate()) else None
 
     def untuned_candidate(self) -> Candidate | None:
-        """The same as a trace, for MetaSchedule's database."""
+        """The untuned program with a trace, for MetaSchedule's database."""
         from tvm.s_tir.schedule import Schedule
 
         if self._on_cpu:
             schedule = Schedule(self.mod)
-            # A record whose trace has no instruction is none to MetaSchedule.
+            # MetaSchedule ignores a record whose trace has no instruction.
             schedule.get_sblock("root", func_name="main")
             return self.candidate(schedule, "unscheduled")
         schedule = default_schedule(self.mod["main"], self.context.target)
@@ -123,16 +123,16 @@ class TaskTuner:
         self.context.pre_tuning(_NO_LIMIT, batch, self._spaces.schedules, database, cost_model)
 
     def propose(self) -> list[Candidate]:
-        """The next candidates, none of them proposed before; none where the space gives no more."""
+        """The next candidates, none of them proposed before; empty if the space has no more."""
         with signals_held_back():
             found = list(self.context.generate_measure_candidates() or ())
         if found:
-            # MetaSchedule's search counts the results that it is told of, and reads none.
+            # MetaSchedule's search counts the results that it gets, but does not read them.
             self.context.notify_runner_results(found, runner_results([None] * len(found)))
         return [self.candidate(measure.sch) for measure in found]
 
     def replay(self, program: Program, space: Space) -> Candidate:
-        """An earlier program as a candidate (ProgramError where it does not replay as itself: it was made by another TVM)."""
+        """An earlier program as a candidate. Raises ProgramError if its replay differs from it: another TVM made it."""
         try:
             schedule = self._replayed(json.loads(space.insts_json), json.loads(program.decisions))
         except Exception as err:  # TVM raises its own error types
@@ -143,7 +143,7 @@ class TaskTuner:
         return self.candidate(schedule, program.origin)
 
     def drawn(self, n: int, rng: random.Random) -> Iterator[tuple[str, str]]:
-        """Instructions and decisions, as JSON, of `n` programs that TVM draws of each space; fewer where it fails."""
+        """Instructions and decisions, as JSON, of `n` programs that TVM samples from each space; fewer if sampling fails."""
         for space in [space for space in self._spaces.spaces for _ in range(n)]:
             try:
                 schedule = self._spaces.draw(space, rng)
@@ -153,7 +153,7 @@ class TaskTuner:
             yield space.insts_json, design.instructions_and_decisions(schedule)[1]
 
     def measure_of(self, insts: Any, decisions: Any) -> Any | None:
-        """MetaSchedule's candidate of a space's instructions and decisions (JSON values); None where TVM rejects them."""
+        """MetaSchedule's candidate for a space's instructions and decisions (JSON values); None if TVM rejects them."""
         from tvm.s_tir import meta_schedule as ms
 
         try:
@@ -164,14 +164,14 @@ class TaskTuner:
         return None if schedule is None else ms.MeasureCandidate(schedule, self._arguments)
 
     def _replayed(self, insts: Any, decisions: Any) -> Any | None:
-        """A postprocessed schedule; None where a postprocessor rejects it, TVM's own errors where it does not replay."""
+        """A postprocessed schedule; None if a postprocessor rejects it. Raises TVM's own errors if it does not replay."""
         schedule = design.schedule_of(self.mod, insts, decisions)
         schedule.enter_postproc()
         return schedule if all(postproc.apply(schedule) for postproc in self._postprocs) else None
 
     @functools.cached_property
     def _arguments(self) -> Any:
-        """Shapes and types as MetaSchedule wants them."""
+        """Shapes and dtypes of the arguments, in MetaSchedule's form."""
         from tvm.s_tir import meta_schedule as ms
 
         return ms.arg_info.ArgInfo.from_entry_func(self.mod, remove_preproc=True)
@@ -186,7 +186,7 @@ class TaskTuner:
 
 
 def runner_results(latency_s: Sequence[float | None]) -> list[Any]:
-    """Labels in seconds as MetaSchedule takes them; None is a failure."""
+    """Labels in seconds as MetaSchedule's runner results; None is a failure."""
     from tvm.s_tir.meta_schedule.runner import RunnerResult
 
     return [RunnerResult(None, "failed") if s is None else RunnerResult([s], None) for s in latency_s]
@@ -208,8 +208,8 @@ def hashes_of(measures: Sequence[Any]) -> list[str]:
 
 
 class CandidateCache(Generic[T]):
-    """What a model makes of programs, computed once for each: a search asks for some of them again and again. `compute` gives
-    something for each of n >= 1 ASTs; `most` programs are kept. ``computed`` counts programs."""
+    """Caches what a model computes for a program, because a search asks for some programs again and again. `compute` returns
+    one value for each of n >= 1 ASTs. At most `most` programs are kept. ``computed`` counts programs."""
 
     def __init__(self, compute: Callable[[Sequence[CompactAST]], Sequence[T]], most: int) -> None:
         self._compute, self._most = compute, most
@@ -217,7 +217,7 @@ class CandidateCache(Generic[T]):
         self._kept: OrderedDict[str, T | None] = OrderedDict()
 
     def get(self, hashes: Sequence[str], funcs: Sequence[Any]) -> dict[int, T]:
-        """Of scheduled PrimFuncs with these hashes, by their numbers, but for what cannot be read."""
+        """Values for scheduled PrimFuncs with these hashes, by index, without those whose AST cannot be read."""
         missing = {h: f for h, f in zip(hashes, funcs, strict=True) if h not in self._kept}
         self.computed += len(missing)
         if missing:
@@ -236,17 +236,17 @@ class CandidateCache(Generic[T]):
             if len(funcs) == 1:
                 logger.debug("a candidate cannot be read: %s", err)
                 return [None]
-            # One of them; find out which. This happens to few programs of few tasks.
+            # At least one cannot be read: find out which. This happens to few programs of few tasks.
             return [found for func in funcs for found in self._read([func])]
 
 
 def is_untuned(program: Program) -> bool:
-    """Whether a program is what runs untuned: it is no trial, and no parent for the search, which cannot change it."""
+    """Whether a program is the untuned one. It is not a trial, nor a parent for the search, which cannot mutate it."""
     return program.space_hash is None or program.origin == DEFAULT
 
 
 def default_schedule(func: Any, target: Any) -> Any | None:
-    """The schedule that TVM Relax gives a PrimFunc on a GPU by default; None where no rule does."""
+    """The schedule that TVM Relax applies to a PrimFunc on a GPU by default; None if no rule applies."""
     from tvm.s_tir import dlight
 
     gpu = dlight.gpu
@@ -254,7 +254,7 @@ def default_schedule(func: Any, target: Any) -> Any | None:
         try:
             with quiet(), target:
                 found = rule().apply(func, target, False)
-        except Exception as err:  # a rule that takes on what it cannot do; TVM raises its own error types
+        except Exception as err:  # a rule may fail on a PrimFunc that it accepts; TVM raises its own error types
             logger.debug("%s: %s", rule.__name__, err)
             continue
         if found is not None:
@@ -267,14 +267,14 @@ def default_schedule(func: Any, target: Any) -> Any | None:
 
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Keep Ctrl-C while TVM's search runs until an exception does no harm: in the search's threads it ends the process
-    (``std::terminate``), in a callback it becomes an error of TVM's own. The first one (or SIGTERM, where it has a handler) is
-    answered at the end, a second one at once. In other threads than the main one nothing changes."""
+    """Defer Ctrl-C while TVM's search runs: an exception in the search's threads would end the process (``std::terminate``),
+    and one in a callback would become a TVM error. The first signal (Ctrl-C, or SIGTERM if it has a handler) is handled at the
+    end, a second one at once. Outside the main thread this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # Signals that are ignored or end the process go on doing so.
+    # Signals that are ignored, or that end the process, keep their behaviour.
     handlers = {number: handler for number, handler in before.items() if callable(handler)}
     received: list[signal.Signals] = []
 
@@ -297,9 +297,9 @@ def signals_held_back() -> Iterator[None]:
         handlers[number](number, None)
 
 
-#: What a sampling instruction decides: tiles of a loop, outermost first, or a number.
+#: Decision of a sampling instruction: the tile sizes of a loop, outermost first, or a number.
 Decision = tuple[int, ...] | int
-#: A program: number of its space, and (position of a sampling instruction, decision) of each.
+#: A program: the index of its space, and (position, decision) of each sampling instruction.
 Genes = tuple[int, tuple[tuple[int, Decision], ...]]
 
 _TREES: dict[str, Any] = {
@@ -313,28 +313,28 @@ _TREES: dict[str, Any] = {
     "base_score": 0.0,
 }
 _NUMBER = 40
-#: Programs drawn blindly before the first children, and children replayed in a step, times the candidates of a round.
+#: Random programs before the first children, new ones in a round, children replayed in a step; times a round's candidates.
 _FIRST, _FRESH, _REPLAYED = 6, 1, 2
-#: Steps of a search's first round, and of the later ones, which begin with what is known.
+#: Steps of a search's first round, and of later rounds, which build on the earlier ones.
 _STEPS, _LATER = 4, 2
-#: Generations that the trees alone judge between two steps, and children of each.
+#: Generations between two steps that only the trees score, and children of each.
 _GENERATIONS, _CHILDREN = 3, 256
 _PARENTS = 64
-#: Part of the children replayed that is chosen blindly, and of those made by crossing.
+#: Fraction of the replayed children that is chosen at random, and fraction of children made by crossover.
 _BLIND, _CROSSED = 0.1, 0.3
-#: Log seconds that what was rejected or failed counts as slower than the slowest.
+#: Rejected or failed programs count as slower than the slowest by so many log seconds.
 _REJECTED = 0.7
-#: Part of a round that is of the spaces that least was proposed of: where predictions of one are too low, all would be of it.
+#: Fraction of a round from the spaces with the fewest proposals: else one space with too low predictions would take it all.
 _ELSEWHERE = 0.125
-#: Programs of each space that TVM draws itself: they show how far its loops reach.
+#: Programs of each space that TVM samples itself: they show the extents of its loops.
 _SHOWN = 4
-#: Programs kept from round to round, the likeliest: 60 kB each.
+#: Programs kept from round to round, those predicted fastest: 60 kB each.
 _KEPT = 512
 
 
 @dataclass
 class SearchCounts:
-    """Children that the trees judged; programs replayed, and of these rejected by TVM and equal to another; proposed."""
+    """Counts: children scored by the trees; programs replayed, and of these rejected by TVM, equal to another; proposed."""
 
     judged: int = 0
     replayed: int = 0
@@ -344,11 +344,11 @@ class SearchCounts:
 
 
 class _Space:
-    """A design space by the JSON of its instructions: what they may decide, and decisions as numbers."""
+    """A design space, from the JSON of its instructions: the possible decisions, and decisions as features."""
 
     def __init__(self, insts_json: str) -> None:
         self.insts: list[Any] = json.loads(insts_json)
-        #: Values of what decides no tiles; those of compute locations are what was seen, TVM takes the nearest that there is.
+        #: Values of decisions other than tiles; for compute locations those seen so far, as TVM takes the nearest valid one.
         self._values: dict[int, list[int]] = {
             at: list(range(len(inst[2][0]))) for at, inst in enumerate(self.insts) if inst[0] == "SampleCategorical"
         }
@@ -356,13 +356,13 @@ class _Space:
         self._values.update((at, [-2, -1]) for at in self.locations)
 
     def see(self, decisions: Sequence[tuple[int, Decision]]) -> None:
-        """Take note of locations that there are, and of the next."""
+        """Record the compute locations that occur, and allow the next one."""
         for at, value in decisions:
             if at in self.locations and isinstance(value, int) and value >= max(self._values[at]):
                 self._values[at] = list(range(-2, value + 2))
 
     def is_open(self, at: int, decision: Decision) -> bool:
-        """Whether it can be another one."""
+        """Whether another decision is possible."""
         if isinstance(decision, int):
             return len(self._values[at]) > 1
         return len(decision) > 1 and math.prod(decision) > 1
@@ -379,7 +379,7 @@ class _Space:
         return decision if tiles[-1] > max(decision[-1], self._innermost(at)) else tuple(tiles)
 
     def drawn(self, at: int, decision: Decision, rng: random.Random) -> Decision:
-        """A blind decision in place of one."""
+        """A random decision in place of the given one."""
         if isinstance(decision, int):
             return rng.choice(self._values[at])
         tiles, left = [1] * len(decision), math.prod(decision)
@@ -391,12 +391,12 @@ class _Space:
         return tuple(tiles)
 
     def _innermost(self, at: int) -> int:
-        """Limit of the innermost tile."""
+        """Largest size of the innermost tile."""
         return int(self.insts[at][2][1])
 
     @staticmethod
     def features(decisions: Sequence[tuple[int, Decision]]) -> list[float]:
-        """Logarithms of tiles and of all tiles inside of each, those summed over the loops, other decisions as they are."""
+        """Log2 of each tile, and of it with all tiles inside it; sums of the latter over the loops; other decisions as is."""
         found: list[float] = []
         volume = [0.0] * 8
         for _, decision in decisions:
@@ -412,8 +412,8 @@ class _Space:
 
 
 class DecisionSearch:
-    """The search for one task. `score` gives predicted log seconds, float64 (n,), of MetaSchedule's candidates, infinite for
-    what failed; a round has `batch` candidates. `earlier` programs are parents from the start."""
+    """The search for one task. `score` returns predicted log seconds, float64 (n,), of MetaSchedule's candidates, infinite for
+    failed ones. A round has `batch` candidates. `earlier` programs are parents from the start."""
 
     def __init__(
         self,
@@ -426,17 +426,17 @@ class DecisionSearch:
         self._tuner, self._score, self._batch = tuner, score, batch
         self._rng = random.Random(f"{tuner.task.hash}:{seed}")
         self.counts = SearchCounts()
-        #: The design spaces, and the number of each by the JSON of its instructions.
+        #: The design spaces, and the index of each by the JSON of its instructions.
         self._spaces: list[_Space] = []
         self._numbers: dict[str, int] = {}
-        #: Hash of the program of all decisions that were replayed, None of what was rejected; features of the decisions.
+        #: Program hash for all decisions that were replayed, None if rejected; and features of decisions.
         self._hashes: dict[Genes, str | None] = {}
         self._features: dict[Genes, list[float]] = {}
-        #: Predicted log seconds of all programs; decisions and MetaSchedule's candidate of those kept.
+        #: Predicted log seconds of all programs; and decisions and MetaSchedule's candidate of the programs kept.
         self._log_s: dict[str, float] = {}
         self._kept: dict[str, tuple[Genes, Any]] = {}
         self._proposed: set[str] = set()
-        #: Programs proposed of each space.
+        #: Number of programs proposed from each space.
         self._of_space: Counter[int] = Counter()
         self._templates: list[Genes] = []
         for candidate in earlier:
@@ -448,14 +448,14 @@ class DecisionSearch:
         self._predict(list(self._kept))
 
     def sample(self, n: int) -> list[float]:
-        """Replay so many programs drawn blindly; predicted log seconds of all that are known."""
+        """Replay `n` random programs, and return the predicted log seconds of all programs known."""
         if self._templates:
             self._replay([self._drawn() for _ in range(n)])
         return list(self._log_s.values())
 
     def propose(self, known: Collection[str]) -> list[Candidate]:
-        """The next candidates, likeliest first, none of them known, or proposed before though it was dropped; fewer where the
-        spaces give no more, at last none."""
+        """The next candidates, predicted fastest first. None is in `known` or was proposed before, even if it was dropped then.
+        Fewer than a round, in the end none, if the spaces have no more."""
         # the first round is half of one: it waits for nothing, and all the others overlap
         batch, steps = (self._batch, _LATER) if self._proposed else (-(-self._batch // 2), _STEPS)
         self._predict(list(self._kept))
@@ -473,7 +473,7 @@ class DecisionSearch:
         return found
 
     def _chosen(self, likeliest: Sequence[str], batch: int) -> list[str]:
-        """A batch: the likeliest, and a few of the spaces that least was proposed of."""
+        """A batch: the programs predicted fastest, and a few from the spaces with the fewest proposals."""
         few = round(_ELSEWHERE * batch) if len(self._spaces) > 1 else 0
         space_of = {digest: self._kept[digest][0][0] for digest in likeliest}
         chosen, rest = list(likeliest[: batch - few]), list(likeliest[batch - few :])
@@ -486,19 +486,19 @@ class DecisionSearch:
         return sorted(chosen, key=self._log_s.__getitem__)
 
     def describe(self) -> dict[str, int]:
-        """What it did, as JSON values; ``distinct`` are different programs, ``spaces`` those of what is kept."""
+        """Counts of the search, as JSON values; ``distinct`` is of programs, ``spaces`` of the spaces of programs kept."""
         spaces = {genes[0] for genes, _ in self._kept.values()}
         return {**asdict(self.counts), "distinct": len(self._log_s), "spaces": len(spaces)}
 
     def _number(self, insts_json: str) -> int:
-        """Of a design space, which is read when it is met first."""
+        """Index of a design space, which is parsed when it first occurs."""
         if insts_json not in self._numbers:
             self._numbers[insts_json] = len(self._spaces)
             self._spaces.append(_Space(insts_json))
         return self._numbers[insts_json]
 
     def _show(self) -> None:
-        """Have TVM draw a few programs of each space, from which all others are made."""
+        """Have TVM sample a few programs of each space, from which all others are made."""
         for insts_json, sampled in self._tuner.drawn(_SHOWN, self._rng):
             genes = self._number(insts_json), _decisions(sampled)
             self._spaces[genes[0]].see(genes[1])
@@ -511,7 +511,7 @@ class DecisionSearch:
         return number, tuple((at, space.drawn(at, decision, self._rng)) for at, decision in decisions)
 
     def _replay(self, wanted: Sequence[Genes]) -> None:
-        """Replay what is new, and predict it."""
+        """Replay the programs that are new, and predict them."""
         before = set(self._log_s)
         for genes in wanted:
             if genes in self._hashes:
@@ -527,7 +527,7 @@ class DecisionSearch:
             self.counts.equal += digest in self._log_s or digest in self._kept
             self._hashes[genes] = digest
             if space.locations:
-                # where a location is not there TVM took the nearest
+                # if a location does not exist TVM took the nearest one
                 insts, taken = measure.sch.trace.insts, measure.sch.trace.decisions
                 located = {at: int(taken[insts[at]]) for at in space.locations}
                 genes = genes[0], tuple((at, located.get(at, decision)) for at, decision in genes[1])
@@ -546,7 +546,7 @@ class DecisionSearch:
             self._log_s.update(zip(digests, log_s.tolist(), strict=True))
 
     def _children(self, n: int) -> list[Genes]:
-        """The likeliest children of the best, by trees, and a few others; none of them was replayed."""
+        """Children of the best programs: those the trees rank fastest, and a few random others. None was replayed before."""
         ranked = sorted((log_s, self._kept[d][0]) for d, log_s in self._log_s.items() if d in self._kept)[:_PARENTS]
         if not ranked:
             return [self._drawn() for _ in range(n)] if self._templates else []
@@ -565,7 +565,7 @@ class DecisionSearch:
         return order[:likeliest] + self._rng.sample(rest, min(n - likeliest, len(rest)))
 
     def _child(self, parents: Sequence[Genes]) -> Genes:
-        """A mutant of one parent, or of what two of a space have."""
+        """A mutant of one parent, or of a crossover of two parents of one space."""
         rng = self._rng
         # the first ones more often: as often as 1 / (place + 2)
         number, first = parents[_place(len(parents), rng)]
@@ -582,7 +582,7 @@ class DecisionSearch:
         return number, tuple(made)
 
     def _fitted(self) -> Callable[[Sequence[Genes]], FloatArray]:
-        """Trees fitted to all that was replayed, as log seconds of decisions; the faster a program, the more it counts."""
+        """Trees fitted to all replayed programs: decisions to log seconds. Faster programs have larger weights."""
         import xgboost
 
         finite = [log_s for log_s in self._log_s.values() if math.isfinite(log_s)]
@@ -595,7 +595,7 @@ class DecisionSearch:
         return lambda genes: np.asarray(trees.inplace_predict(self._rows(genes))) + mean
 
     def _rows(self, wanted: Sequence[Genes]) -> FloatArray:
-        """Features, (n, m): the space's number, and each space's in columns of its own, NaN in the others."""
+        """Features, (n, m): the index of the space, and its features in columns of their own, NaN in those of other spaces."""
         for genes in wanted:
             if genes not in self._features:
                 self._features[genes] = _Space.features(genes[1])
@@ -613,7 +613,7 @@ class DecisionSearch:
 
 
 def _place(n: int, rng: random.Random) -> int:
-    """One of n places, the first ones more often: log-uniform."""
+    """A random index below n, log-uniform: small ones are more frequent."""
     return min(n - 1, int(math.exp(rng.random() * math.log(n + 1))) - 1)
 
 
@@ -625,5 +625,5 @@ def _decisions(decisions_json: str) -> tuple[tuple[int, Decision], ...]:
 
 @functools.cache
 def _divisors(n: int) -> list[int]:
-    """Those above 1."""
+    """Divisors above 1."""
     return [d for d in range(2, n + 1) if n % d == 0]

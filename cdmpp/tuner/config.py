@@ -1,4 +1,4 @@
-"""Options of a tuning, and its objective: when to stop, what it has cost, and what another minute would bring."""
+"""Options of a tuning, and its objective: when to stop, the costs so far, and the expected gain of another minute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cdmpp.tuner.validity import ValidityModel
 
 
-#: Limits as they are called in messages.
+#: Names of the limits in messages.
 _IN_WORDS = {
     "trials": "the number of trials",
     "max_measurements": "the number of measurements",
@@ -32,7 +32,7 @@ _LEAST_POINTS = 4
 
 @dataclass(frozen=True)
 class Objective:
-    """Limits of a tuning, earlier runs of a resumed one included; None is no limit."""
+    """Limits of a tuning; None is no limit. For a resumed tuning they include its earlier runs."""
 
     #: Candidates that the search proposes, dropped ones included.
     trials: int
@@ -44,7 +44,7 @@ class Objective:
     cpu_budget_s: float | None = None
     #: Joules of the whole device (:attr:`Costs.energy_j`).
     energy_budget_j: float | None = None
-    #: Fraction of the network's latency that the next minute must be expected to bring: see :meth:`Curve.gain`.
+    #: Stop if the next minute is expected to lower the network's latency by less than this fraction: see :meth:`Curve.gain`.
     least_gain_per_minute: float | None = None
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Objective:
                 raise TunerError(f"{_IN_WORDS[name]} must be above 0, got {value:g}")
 
     def reached(self, costs: Costs, curve: Curve) -> str | None:
-        """Why to stop now, in words; None to go on."""
+        """The reason to stop now, in words; None to go on."""
         if costs.trials >= self.trials:
             return f"{self.trials} trials"
         if self.max_measurements is not None and costs.measurements >= self.max_measurements:
@@ -76,24 +76,24 @@ class Objective:
 
 @dataclass
 class Costs:
-    """What tuning has cost so far."""
+    """Costs of a tuning so far."""
 
     #: From the start of the search to its end.
     wall_s: float = 0.0
-    #: CPU seconds of generating candidates, predicting them, learning.
+    #: CPU seconds spent on generating candidates, predicting their latencies, and learning.
     search_cpu_s: float = 0.0
     #: Seconds that builders worked, each on one core.
     build_s: float = 0.0
     #: Seconds that programs ran on the cores they were measured on.
     device_s: float = 0.0
-    #: Candidates proposed; of them dropped without building; measured; and of these failed.
+    #: Candidates proposed; dropped without being built; measured; and failed, of those measured.
     trials: int = 0
     dropped: int = 0
     measurements: int = 0
     failures: int = 0
-    #: Seconds of building and measuring that dropped candidates would have cost, at their task's mean.
+    #: Seconds of building and measuring that dropped candidates would have cost, at the mean of their task.
     saved_s: float = 0.0
-    #: Joules that the whole device took meanwhile (:class:`cdmpp.tuner.measure.EnergyMeter`); None where it does not tell.
+    #: Joules that the whole device used meanwhile (:class:`cdmpp.tuner.measure.EnergyMeter`); None if it does not count them.
     energy_j: float | None = None
 
     @property
@@ -104,7 +104,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Point:
-    """The network's latency after a round of a task: the weighted sum over the tasks of the best so far, measured alone."""
+    """The network's latency after a round of a task: the weighted sum of the best latency of each task, measured alone."""
 
     wall_s: float
     trials: int
@@ -115,15 +115,15 @@ class Point:
 
 @dataclass
 class Curve:
-    """Latency against time; the first point is the untuned network where all of its tasks run untuned."""
+    """Latency against time; the first point is the untuned network if all of its tasks run untuned."""
 
     points: list[Point] = field(default_factory=list)
 
     def gain(self, seconds: float = 60.0) -> float | None:
         """Expected decrease within the next `seconds`, as a fraction of the latency now; None with too few points. Tuning
-        curves are close to straight where both axes are logarithmic: ``log(latency) = a - b log(time)`` is fitted to the points
-        of the later three quarters of the time, by least squares. What it promises is a guess about luck, and ends where the
-        space does."""
+        curves are close to straight on logarithmic axes: ``log(latency) = a - b log(time)`` is fitted by least squares to the
+        points of the later three quarters of the time. The result is a guess about luck, and does not hold once the design
+        space is exhausted."""
         now = self.points[-1].wall_s if self.points else 0.0
         recent = [p for p in self.points if p.wall_s >= now / 4 and p.wall_s > 0]
         if len(recent) < _LEAST_POINTS or recent[0].wall_s == now:
@@ -132,12 +132,12 @@ class Curve:
         return max(0.0, 1 - (1 + seconds / now) ** line.slope)
 
 
-#: Cost models by the names that the command line has for them.
+#: Names of the cost models on the command line.
 COST_MODELS = ("cdmpp", "xgb", "random")
 
-#: In place of a folder of earlier records: the tunings that are kept in the user's cache.
+#: Given in place of a folder of earlier records: use the tunings that are kept in the user's cache.
 AUTO = "auto"
-#: Searches likewise.
+#: Names of the searches on the command line.
 SEARCHES = ("cdmpp", "metaschedule")
 
 
@@ -146,33 +146,33 @@ class TuneConfig:
     """Options of :func:`tune`."""
 
     objective: Objective
-    #: One of :data:`COST_MODELS`: ours, TVM's XGBModel, TVM's RandomModel.
+    #: One of :data:`COST_MODELS`: cdmpp's own, TVM's XGBModel, TVM's RandomModel.
     cost_model: str = "cdmpp"
-    #: What ours starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
+    #: What cdmpp's cost model starts from: a predictor, its folder or ``"default"``; None for an analytical estimate.
     predictor: Predictor | str | Path | None = "default"
-    #: Coverage of the intervals that the trimmer drops candidates by (only ours has intervals); a measurement on a CPU ends
-    #: when the program is clearly slower than the best of its task. None measures every candidate to the end.
+    #: Coverage of the prediction intervals by which candidates are dropped (only cdmpp's cost model has them). A measurement on
+    #: a CPU also ends early if the program is clearly slower than the best of its task. None measures all candidates fully.
     trim: float | None = 0.9
-    #: Which candidates will not run, and which to measure first: a validity model, a folder of failures to learn one from,
-    #: ``"online"`` to learn it from this tuning's failures alone; ``"default"`` is the model that ships on a GPU, and none on
-    #: a CPU, where all programs run. None measures whatever is proposed.
+    #: Predicts which candidates will not run, and helps choose the first ones: a validity model, a folder of failures to train
+    #: one on, or ``"online"`` to learn it from this tuning's failures alone. ``"default"`` is the shipped model on a GPU, and
+    #: none on a CPU, where all programs run. None measures all proposed candidates.
     validity: ValidityModel | str | Path | None = "default"
-    #: Candidates of a round.
+    #: Candidates in a round.
     batch: int = 16
-    #: ``"cdmpp"`` for our search (:mod:`cdmpp.tuner.candidates`), ``"metaschedule"`` for TVM's evolutionary search, which TVM's
-    #: cost models have in any case.
+    #: ``"cdmpp"`` for our search (:mod:`cdmpp.tuner.candidates`), ``"metaschedule"`` for TVM's evolutionary search. TVM's cost
+    #: models always use the latter.
     search: str = "cdmpp"
-    #: Programs of a generation of MetaSchedule's evolutionary search (TVM's default is 512), and generations (4): each round
-    #: it asks for about ``population * (generations + 1)`` predictions.
+    #: Programs in a generation of MetaSchedule's evolutionary search (TVM's default is 512), and number of generations (TVM's
+    #: default is 4): each round asks for about ``population * (generations + 1)`` predictions.
     population: int = 256
     generations: int = 3
     seed: int = 0
-    #: Measuring processes, each on cores of its own (on a GPU: at most so many programs side by side, each on its SMs),
-    #: ``"auto"`` for as many as leave the labels of a CPU as they are; and building processes (None: one a core).
+    #: Measuring processes, each on its own cores (on a GPU: at most so many programs side by side, each on its own SMs), or
+    #: ``"auto"``, for CPUs, for as many as do not change the labels; and building processes (None: one per core).
     workers: int | str = 1
     builders: int | None = None
-    #: Workers that tune parts of the tasks at the same time (:mod:`cdmpp.tuner.workers`), as many programs measured at a
-    #: time, each on a share of its own: a number, or ``"auto"`` for as many as fit. None: one search.
+    #: Number of workers that each tune a part of the tasks at the same time (:mod:`cdmpp.tuner.workers`), or ``"auto"`` for as
+    #: many as fit. As many programs are measured at a time, each on its own share of the device. None: one search.
     shards: int | str | None = None
     #: See the profiler's settings.
     build_timeout_s: float = 20.0
@@ -185,9 +185,9 @@ class TuneConfig:
     #: Measure on boards with a key at a TVM RPC tracker, HOST:PORT (:func:`cdmpp.profiler.rpc.connect`).
     rpc: str | None = None
     key: str | None = None
-    #: Candidates compiled for each one measured, which is predicted fastest from its instructions (None: 4 on x86 CPUs).
+    #: Candidates compiled for each one measured: the one predicted fastest from its instructions (None: 4 on x86 CPUs).
     compile: int | None = None
-    #: A class as ``module:Class`` that stands for the GPU, and what it is made with; None for the GPU that is here.
+    #: A class, as ``module:Class``, that replaces the GPU, and its constructor arguments; None for this machine's GPU.
     gpu: str | None = None
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 

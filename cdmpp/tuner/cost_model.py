@@ -1,21 +1,21 @@
-r"""What MetaSchedule is given in place of its own: a cost model, and the profiler as builder and runner. Evolutionary search
-asks for some thousand predictions to measure sixteen programs, for many again: the network's output is cached, before the
-correction, so that it holds when measurements change what is predicted.
+r"""A cost model and the profiler (as builder and runner), to replace MetaSchedule's own. Evolutionary search asks for some
+thousand predictions to measure sixteen programs, for many of them repeatedly. So the network's output is cached before the
+correction is applied: it stays valid when measurements change the predictions.
 
-The predictor stays as it was trained. What is learned while tuning is how far it is off near the programs measured:
-residuals :math:`r = \log(\text{measured} / \text{predicted})`, as a function of the program's embedding :math:`z` and
-its task :math:`t`, by a Gaussian process with the covariance
+The predictor stays as it was trained. Tuning only learns its error near the measured programs: a Gaussian process models the
+residuals :math:`r = \log(\text{measured} / \text{predicted})` as a function of the program's embedding :math:`z` and
+its task :math:`t`, with the covariance
 
 .. math:: k = c + s\,e^{-d^2 / 2 l^2} + [t = t'] (o + w\,e^{-d^2 / 2 l^2}) + [i = j]\,n, \quad d = |z - z'|
 
 of an offset common to all programs (c), a smooth part that tasks share (s), a task's own offset (o) and smooth part (w), and
-noise (n). Far from everything measured the correction returns to 0, the predictor's own word: nothing it knew is lost,
-which gradient steps on its weights could not promise. A few hundred records are fitted in milliseconds, in closed form.
+noise (n). Far from all measured programs the correction returns to 0, so the prediction is the predictor's own. Nothing that
+it knew is lost; gradient steps on its weights could not promise that. Fitting a few hundred records takes milliseconds, in
+closed form.
 
 Leave-one-out and leave-task-out predictions are exact and cost nothing beyond the inverse (Rasmussen and Williams,
-Gaussian Processes for Machine Learning, 2006, eqs. 5.10 to 5.12). They choose among few kernels, decide whether tasks may
-learn from each other, and choose no correction where that was better. Intervals are conformal: standardised leave-one-out
-errors set their width.
+Gaussian Processes for Machine Learning, 2006, eqs. 5.10 to 5.12). They select one of a few kernels, decide whether tasks learn
+from each other, and select no correction if that is better. Intervals are conformal, by standardised leave-one-out errors.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ logger = logging.getLogger(__name__)
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-#: Variance, in squared log seconds, of the common error of predictions for a device that was never seen: a factor of e.
+#: Variance, in squared log seconds, of the error common to all predictions for a device not trained on: a factor of e.
 _UNSEEN_DEVICE = 1.0
-#: Records that kernels are compared on, the latest: a hundred inverses of this size take a second.
+#: Kernels are compared on so many of the latest records: a hundred inverses of this size take a second.
 _COMPARED = 256
-#: Least spread of residuals that is believed, log seconds: labels themselves repeat to a few per cent.
+#: Lower bound of the residuals' spread, log seconds: labels themselves repeat to a few per cent.
 _LEAST = 0.03
-#: Shares of a task's spread that are noise, and length scales relative to the median distance of programs.
+#: Kernels to compare: shares of noise in a task's variance, and length scales relative to the median distance of programs.
 _NOISE_SHARES = (0.05, 0.25, 0.6)
 _LENGTHS = (0.5, 1.0, 2.0)
-#: A task takes part in leave-task-out with so many records.
+#: Records that a task needs to take part in leave-task-out.
 _PER_TASK = 2
 
 
@@ -72,7 +72,7 @@ _PER_TASK = 2
 
 @dataclass(frozen=True)
 class Encoded:
-    """Programs as the correction sees them: log of the predicted seconds, float64 (n,), and embeddings, float64 (n, d)."""
+    """Programs as input to the correction: log of the predicted seconds, float64 (n,), and embeddings, float64 (n, d)."""
 
     log_s: FloatArray
     z: FloatArray
@@ -85,17 +85,17 @@ class Encoded:
 
     @classmethod
     def stack(cls, parts: Sequence[Encoded]) -> Encoded:
-        """Several together; one part at least."""
+        """Concatenate one or more parts."""
         return cls(np.concatenate([p.log_s for p in parts]), np.concatenate([p.z for p in parts]))
 
 
 class PredictorPrior:
-    """A trained predictor: its predictions, and its network's embeddings of programs on the device. For a device that it never
-    saw it extrapolates, with a warning; PredictorError where it never saw one of this kind."""
+    """A trained predictor: its predictions, and its network's embeddings of programs on the device. For a device that it was
+    not trained on it extrapolates, with a warning. Raises PredictorError if it was trained on no device of this kind."""
 
     def __init__(self, predictor: Predictor, device: Device) -> None:
         self._predictor, self._device = predictor, device
-        #: Variance of an error that all predictions on the device have in common, squared log seconds.
+        #: Variance of the error common to all predictions on the device, squared log seconds.
         self.common = 0.0
         if device.name not in predictor.devices:
             self.common = _UNSEEN_DEVICE
@@ -137,8 +137,8 @@ class PredictorPrior:
         return Encoded(np.log(latency_s), z)
 
     def half_width(self, coverage: float) -> float | None:
-        """How far one end of an interval of one prediction is from it, log seconds, by the predictor's calibration
-        (:mod:`cdmpp.predictor.uncertainty`), the farther one; None if it cannot be known."""
+        """Distance from a prediction to the farther end of its interval, log seconds, by the predictor's calibration
+        (:mod:`cdmpp.predictor.uncertainty`); None if it has no calibration for this device and coverage."""
         calibration = self._predictor.calibration_of(device=self._device)
         if calibration is None or not calibration.supports(coverage):
             return None
@@ -157,7 +157,7 @@ class AnalyticalPrior:
         return Encoded(np.log(estimate_s(asts, self._device)), signed_log1p(z.astype(np.float64)))
 
     def half_width(self, coverage: float) -> None:
-        """Nothing tells how far off it is."""
+        """None: the error of the estimate is unknown."""
 
 
 # -- the correction ------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class AnalyticalPrior:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Variances in squared log seconds, and the length scale in units of the embedding; see the module's text."""
+    """Variances in squared log seconds, and the length scale in units of the embedding; see the module docstring."""
 
     noise: float
     offset: float = 0.0
@@ -182,14 +182,14 @@ class Kernel:
 
     @property
     def variance(self) -> float:
-        """Of one program's residual before anything is measured, without noise."""
+        """Prior variance of one program's residual, without noise."""
         return self.common + self.shared + self.offset + self.own
 
 
 class Correction:
-    """A kernel with records: embeddings (n, d), tasks (n,), log(measured / predicted) (n,); n may be 0 (:func:`fit_correction`
-    makes it). ``error`` and ``error_deviation`` are of each record as the others predict it: measured minus predicted residual,
-    and the predicted standard deviation, (n,)."""
+    """A kernel with records: embeddings (n, d), tasks (n,), log(measured / predicted) (n,); n may be 0. :func:`fit_correction`
+    makes it. ``error`` and ``error_deviation``, (n,), are leave-one-out: the measured minus the predicted residual of each
+    record, and the predicted standard deviation."""
 
     def __init__(self, kernel: Kernel, z: FloatArray, task: IntArray, residual: FloatArray) -> None:
         self.kernel = kernel
@@ -204,12 +204,12 @@ class Correction:
 
     @property
     def mean_square(self) -> float:
-        """Mean squared error of records predicted by the others."""
+        """Mean squared leave-one-out error of the records."""
         return float(np.mean(self.error**2))
 
     @property
     def log_density(self) -> float:
-        """Mean log predictive density of records by the others."""
+        """Mean leave-one-out log predictive density of the records."""
         terms = np.log(self.error_deviation) + 0.5 * (self.error / self.error_deviation) ** 2
         return float(-terms.mean()) - 0.5 * math.log(2 * math.pi)
 
@@ -228,23 +228,23 @@ class Correction:
         return self.kernel.covariance(z, tasks, self._z, self._task)
 
     def width(self, coverage: float) -> float | None:
-        """Standard deviations that an interval reaches to either side (a conformal quantile); None with too few records."""
+        """Half-width of an interval in standard deviations (a conformal quantile); None with too few records."""
         scores = np.sort(np.abs(self.error) / self.error_deviation)
         rank = math.ceil((len(scores) + 1) * coverage - 1e-9)
         return float(scores[rank - 1]) if 0 < rank <= len(scores) else None
 
 
 def fit_correction(z: FloatArray, task: IntArray, residual: FloatArray, common: float = 0.0) -> Correction:
-    """The correction whose kernel predicts left-out records best; no correction where that predicts them better. Records (n,
-    d), (n,), (n,) are in the order in which they were measured; `common` is the variance of an offset common to all programs,
-    for a device that the predictor never saw."""
+    """The correction whose kernel predicts left-out records best, or no correction if that predicts them better. The records
+    (n, d), (n,), (n,) are in the order of measurement. `common` is the variance of an offset common to all programs, for a
+    device that the predictor was not trained on."""
     if not len(residual):
         return Correction(Kernel(_LEAST**2), z, task, residual)
     rows = slice(max(0, len(residual) - _COMPARED), None)
     recent = (z[rows], task[rows], residual[rows])
     kernels = list(_candidates(*recent))
     if _tasks_help_each_other(kernels, *recent, common):
-        # Leaving one record out does not tell these from the others: a task's own records say it all.
+        # Leave-one-out cannot tell shared kernels from the others: the task's other records already predict the one left out.
         kernels = [_sharing(kernel, common) for kernel in kernels]
     best = max((Correction(kernel, *recent) for kernel in kernels), key=lambda c: c.log_density)
     kernel, nothing = best.kernel, float(np.mean(recent[2] ** 2))
@@ -254,7 +254,7 @@ def fit_correction(z: FloatArray, task: IntArray, residual: FloatArray, common: 
 
 
 def _candidates(z: FloatArray, task: IntArray, residual: FloatArray) -> Iterator[Kernel]:
-    """Kernels within tasks, scaled to the spread of the residuals."""
+    """Kernels that share nothing between tasks, scaled to the spread of the residuals."""
     tasks, number, counts = np.unique(task, return_inverse=True, return_counts=True)
     means = np.bincount(number, weights=residual) / counts
     offset = max(float(np.mean(means**2)), _LEAST**2)
@@ -270,7 +270,7 @@ def _candidates(z: FloatArray, task: IntArray, residual: FloatArray) -> Iterator
 
 
 def _sharing(kernel: Kernel, common: float) -> Kernel:
-    """Half of what was a task's own is shared."""
+    """The kernel with half of each task's own variance shared between tasks."""
     own, offset = 0.5 * kernel.own, 0.5 * kernel.offset
     return replace(kernel, own=own, offset=offset, shared=own + offset, common=common)
 
@@ -278,7 +278,7 @@ def _sharing(kernel: Kernel, common: float) -> Kernel:
 def _tasks_help_each_other(
     kernels: list[Kernel], z: FloatArray, task: IntArray, residual: FloatArray, common: float
 ) -> bool:
-    """Whether a task's residuals are predicted better from other tasks than not at all."""
+    """Whether predicting a task's residuals from other tasks is better than no correction."""
     tasks, counts = np.unique(task, return_counts=True)
     groups = [np.flatnonzero(task == t) for t in tasks[counts >= _PER_TASK]]
     if len(groups) < 2:
@@ -299,9 +299,9 @@ def _inverse(kernel: Kernel, z: FloatArray, task: IntArray) -> FloatArray:
 
 # -- the model -----------------------------------------------------------------------------------------------
 
-#: Records that the correction is fitted to, the latest: its inverse takes a third of a second.
+#: The correction is fitted to so many of the latest records: its inverse takes a third of a second.
 _MAX_RECORDS = 1024
-#: Records from which on intervals are the correction's; with fewer they are the prior's.
+#: Records from which intervals come from the correction; with fewer they come from the prior.
 _OWN_INTERVALS = 20
 
 
@@ -321,15 +321,15 @@ class OnlineModel:
         return len(self._records)
 
     def predict(self, task: str, programs: Encoded) -> FloatArray:
-        """Seconds of programs of one task, float64 (n,)."""
+        """Predicted seconds of programs of one task, float64 (n,)."""
         if self._correction is None:
             return np.exp(programs.log_s)
         return np.exp(programs.log_s + self._correction.mean(programs.z, self._number(task)))
 
     def interval(self, task: str, programs: Encoded, coverage: float) -> tuple[FloatArray, FloatArray]:
-        """Lowest and highest seconds that measurements fall between, (n,) each: (0, inf) where nothing tells. Before there are
-        enough records it is the prior's. Conformal, though a search that picks the best of many is not the random choice that
-        this guarantee is for."""
+        """Lower and upper ends of the measurement's interval in seconds, (n,) each: (0, inf) if it is unknown. With too few
+        records it is the prior's interval. It is conformal, but that guarantee holds for random programs, and a search picks
+        the best of many."""
         seconds, correction = self.predict(task, programs), self._correction
         of_prior = self.prior.half_width(coverage)
         half = np.full(len(programs), math.inf if of_prior is None else of_prior)
@@ -341,13 +341,13 @@ class OnlineModel:
             return seconds * np.exp(-half), seconds * np.exp(half)
 
     def _number(self, task: str) -> int:
-        """Of a task in the records; -1 of one that has none."""
+        """Number of a task in the records; -1 for a task that has none."""
         return self._tasks.get(task, -1)
 
     def learn(
         self, task: str, hashes: Sequence[str], programs: Encoded, latency_s: Sequence[float] | FloatArray
     ) -> None:
-        """Take measurements of one task, finite and above 0 (else PredictorError); call :meth:`fit` when all are in."""
+        """Add measurements of one task, finite and above 0 (else PredictorError); call :meth:`fit` after the last."""
         labels = np.asarray(latency_s, dtype=np.float64)
         if not (np.isfinite(labels) & (labels > 0)).all():
             raise PredictorError("measured latencies must be finite and above 0")
@@ -379,18 +379,18 @@ class OnlineModel:
 
 import_tvm()
 
-#: Programs whose network outputs are kept: some 30 MB.
+#: Programs whose network outputs are cached: some 30 MB.
 _CACHED = 50_000
 
 
 @derived_object
 class CostModel(PyCostModel):
-    """A MetaSchedule cost model in seconds, pretrained, that learns from the measurements of the tuning: ``cost_model`` of
-    ``ms.tune_tir``, ``ms.relax_integration.tune_relax`` and the like (examples, and what saves time: docs/metaschedule.md).
+    """A pretrained MetaSchedule cost model, in seconds, that learns from the tuning's measurements: pass it as ``cost_model``
+    to ``ms.tune_tir``, ``ms.relax_integration.tune_relax`` etc. (examples, and what saves time: docs/metaschedule.md).
 
-    It starts from a predictor, its folder, or ``"default"``; with None from an analytical estimate. `device` is with its share:
-    ``this-cpu@1``. PredictorError where the predictor never saw a device of this kind, UnknownDeviceError where there is no
-    such device."""
+    `predictor` is a predictor, its folder, or ``"default"``; None is an analytical estimate. `device` includes its share:
+    ``this-cpu@1``. Raises PredictorError if the predictor was trained on no device of this kind, UnknownDeviceError if there is
+    no such device."""
 
     def __init__(self, predictor: Predictor | str | Path | None, device: str | Device) -> None:
         super().__init__()
@@ -402,16 +402,16 @@ class CostModel(PyCostModel):
             if predictor is None
             else PredictorPrior(load_predictor(predictor), self.device)
         )
-        #: Network outputs of the programs asked for.
+        #: Network outputs of the programs predicted so far.
         self.cache = CandidateCache(self._encode_asts, _CACHED)
 
     @property
     def pretrained(self) -> bool:
-        """Whether a predictor was trained on the device: before any measurement, its order of programs is worth something."""
+        """Whether the predictor was trained on the device, so that its ranking of programs is useful before any measurement."""
         return self.model.prior.common == 0.0
 
     def predict(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
-        """Scores, float64 (n,): predicted runs a second; 0 for programs that failed when measured or cannot be read."""
+        """Scores, float64 (n,): predicted runs per second; 0 for programs that failed when measured or cannot be read."""
         return 1.0 / self.predict_s(context, candidates)
 
     def update(self, context: Any, candidates: Sequence[Any], results: Sequence[Any]) -> None:
@@ -424,7 +424,7 @@ class CostModel(PyCostModel):
         self.model.fit()
 
     def predict_s(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
-        """Predicted seconds, float64 (n,); infinite for what failed or cannot be read."""
+        """Predicted seconds, float64 (n,); infinite for programs that failed or cannot be read."""
         seconds = np.full(len(candidates), np.inf)
         rows, programs = self._encode(context, candidates)
         if programs is not None:
@@ -432,7 +432,7 @@ class CostModel(PyCostModel):
         return seconds
 
     def interval_s(self, context: Any, candidates: Sequence[Any], coverage: float) -> tuple[FloatArray, FloatArray]:
-        """Lowest and highest seconds, float64 (n,) each: (inf, inf) for what failed, (0, inf) for what cannot be read."""
+        """Interval ends in seconds, float64 (n,) each: (inf, inf) for failed programs, (0, inf) for unreadable ones."""
         low = np.where([digest in self.model.failed for digest in hashes_of(candidates)], np.inf, 0.0)
         high = np.full(len(candidates), np.inf)
         rows, programs = self._encode(context, candidates)
@@ -441,7 +441,7 @@ class CostModel(PyCostModel):
         return low, high
 
     def learn(self, task: str, hashes: Sequence[str], funcs: Sequence[Any], latency_s: Sequence[float | None]) -> None:
-        """Take measured programs of a task (its structural hash), None where one failed; ``model.fit()`` when all are in."""
+        """Add measured programs of a task (its structural hash), None for failures; call ``model.fit()`` after the last."""
         ran = [(h, f, s) for h, f, s in zip(hashes, funcs, latency_s, strict=True) if s is not None]
         self.model.failed.update({*hashes} - {h for h, _, _ in ran})
         encoded = self.cache.get([h for h, _, _ in ran], [f for _, f, _ in ran])
@@ -450,7 +450,7 @@ class CostModel(PyCostModel):
             self.model.learn(task, known, Encoded.stack(list(encoded.values())), seconds)
 
     def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
-        """Numbers of the candidates that can be read and have not failed, and their network outputs."""
+        """Indices of the candidates that can be read and have not failed, and their network outputs."""
         hashes = hashes_of(candidates)
         outputs = self.cache.get(hashes, funcs_of(candidates))
         known = {i: encoded for i, encoded in outputs.items() if hashes[i] not in self.model.failed}
@@ -463,7 +463,7 @@ class CostModel(PyCostModel):
 
 @derived_object
 class GuardedModel(PyCostModel):
-    """Scores of a cost model that count validity, for a search alone: the session teaches the model itself."""
+    """A cost model's scores weighted by validity, only for a search: the session itself trains the wrapped model."""
 
     def __init__(self, cost_model: Any, guard: ValidityGuard) -> None:
         super().__init__()
@@ -476,7 +476,7 @@ class GuardedModel(PyCostModel):
 
 
 def make_cost_model(config: TuneConfig, device: Device) -> Any:
-    """The cost model that a configuration names."""
+    """The cost model of a configuration."""
     from tvm.s_tir.meta_schedule import cost_model
 
     if config.cost_model == "cdmpp":

@@ -1,20 +1,20 @@
 """A whole network compiled with and without tuned schedules, and run side by side in the Relax VM.
 
-The modules differ in the schedules of the tasks alone. Without them LLVM compiles the loops as operators define them, as TVM
-does on a CPU by default.
+The modules differ only in the schedules of the tasks. Without schedules LLVM compiles the loops as the operators define them,
+which is TVM's default on a CPU.
 
 A sample is *quiet* as in :mod:`cdmpp.profiler.cpu`: the core was undisturbed right before and after it and the thread was not
 preempted. On a rented machine disturbances leave gaps of ten to a hundred milliseconds, into which a short run fits. A longer
-one does not, but each of the functions that it calls may. So there are two figures of every network:
+run does not fit, but each of the functions that it calls may. So every network is measured in two ways:
 
-* **runs**: whole runs, several a sample where one takes under ``SamplingPlan.min_sample_s``. Only runs of up to 30 ms can be
+* **runs**: whole runs, several per sample if one takes under ``SamplingPlan.min_sample_s``. Only runs of up to 30 ms can be
   quiet.
-* **calls**: the Relax VM's instrument tells when a function begins and ends, in the network as it runs. The shortest call of
-  the VM's own functions, which is the cost of looking, is taken off each. What the VM does between the calls, about a
-  microsecond a function, is not counted; the caches may be colder after a wait.
+* **calls**: the Relax VM's instrument reports when each function begins and ends while the network runs. The shortest call of
+  one of the VM's own functions is taken as the instrument's overhead and subtracted from each call. The VM's work between the
+  calls, about a microsecond per function, is not counted; the caches may be colder after a wait.
 
-Each is the mean of the faster half of the quiet samples, or of all where there is no quiet one. The label is that of the runs
-where enough of them were quiet, else the sum of the calls.
+Each latency is the mean of the faster half of the quiet samples, or of all samples if none is quiet. The network's label is
+that of the runs if enough of them were quiet, else the sum of the calls.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ logger = logging.getLogger(__name__)
 
 #: Sampling of a variant of a network: short samples, which fit between two disturbances, for 30 s in all.
 PLAN = SamplingPlan(min_sample_s=0.002, min_samples=8, max_samples=32, max_measure_s=15.0, max_wait_s=15.0)
-#: Compiling and running a network may take so long.
+#: Time limit for running the variants of a network.
 _TIMEOUT_S = 1800.0
-#: Spent on finding out how fast an undisturbed core is: disturbances last up to half a second.
+#: Time to find out how fast an undisturbed core is: disturbances last up to half a second.
 _SETTLE_S = 2.0
-#: Outputs of both modules may differ by so much, relative to the largest value: sums are taken in another order.
+#: Accepted difference between the modules' outputs, relative to the largest value: they sum in different orders.
 _SAME_OUTPUT = 1e-2
-#: Longer runs are not looked at as a whole.
+#: Longer runs never count as quiet as a whole.
 _SHORT_RUN_S = 0.03
-#: How the VM's own functions are called; all others are the network's.
+#: Name prefix of the VM's own functions; all others are the network's.
 _OWN = "vm.builtin."
 
 
@@ -64,7 +64,7 @@ class CallLatency:
 
     name: str
     latency_s: float
-    #: Part of the samples behind the latency that was disturbed: 0 or 1.
+    #: Fraction of disturbed samples among those used for the latency: 0 or 1.
     disturbed: float
     samples: int
     quiet_samples: int
@@ -72,20 +72,20 @@ class CallLatency:
 
 @dataclass(frozen=True)
 class VariantLatency:
-    """What was measured of one compiled network."""
+    """Measurements of one compiled network."""
 
     latency_s: float
-    #: What the label is of: ``runs`` (the quiet whole runs) or ``calls`` (the sum of `calls`).
+    #: Source of the label: ``runs`` (the quiet whole runs) or ``calls`` (the sum of `calls`).
     method: str
-    #: Relative split-half difference of the label; None where there are too few samples.
+    #: Relative split-half difference of the label; None if there are too few samples.
     noise: float | None
-    #: Part of the label's time that is from disturbed samples, 0 to 1.
+    #: Fraction of the label's time that comes from disturbed samples, 0 to 1.
     disturbed: float
     #: Label of all whole runs, disturbed or not.
     plain_s: float
-    #: Sum of `calls`; None where the calls could not be told apart.
+    #: Sum of `calls`; None if the runs did not all call the same functions in the same order.
     calls_s: float | None
-    #: Samples.
+    #: Number of samples of whole runs, and of the quiet ones.
     runs: int
     quiet_runs: int
     #: In the order of execution.
@@ -94,7 +94,7 @@ class VariantLatency:
 
 @dataclass(frozen=True)
 class NetworkLatency:
-    """Latency of a network's variants, by their names."""
+    """Latencies of a network's variants, by name."""
 
     variants: Mapping[str, VariantLatency]
     #: Largest difference between their outputs, relative to the largest output.
@@ -117,7 +117,7 @@ def import_network(network: Network) -> FusedNetwork:
 
 
 def weighted_tasks(fused: FusedNetwork, network: str) -> list[tuple[Task, float]]:
-    """The distinct tasks of a network and how often it runs each; TunerError where none of its functions can be scheduled."""
+    """The distinct tasks of a network and how often it runs each; TunerError if none of its functions can be scheduled."""
     tasks = {task.hash: task for task in tasks_of(fused, network).values()}
     if not tasks:
         raise TunerError(f"{network} has no task that can be tuned")
@@ -125,7 +125,7 @@ def weighted_tasks(fused: FusedNetwork, network: str) -> list[tuple[Task, float]
 
 
 def apply_database(module: Any, database: Any, target: Any) -> tuple[Any, list[str]]:
-    """A fused network with the best schedules of a MetaSchedule database, and names of the functions that got one."""
+    """A fused network with the best schedules of a MetaSchedule database, and the names of the functions that got one."""
     tvm = import_tvm()
     changed, tuned = module.clone(), []
     for variable, func in module.functions_items():
@@ -150,9 +150,9 @@ def measure_network(
     plan: SamplingPlan = PLAN,
     realtime: bool = True,
 ) -> NetworkLatency:
-    """Compile variants of a fused network (name -> module) for a device and run them in turn, in a process that owns its cores;
-    their outputs are compared. A variant may take ``max_measure_s + max_wait_s`` seconds of the plan, and at least four runs.
-    TunerError where one does not compile, or the process died."""
+    """Compile variants of a fused network (name -> module) for a device, run them in turn in a process with its own cores, and
+    compare their outputs. A variant may take ``max_measure_s + max_wait_s`` seconds of the plan, and at least four runs.
+    Raises TunerError if a variant does not compile, or the process died."""
     tvm = import_tvm()
     target = tvm.target.Target(dict(device.target))
     folder = CpuConfig().work_folder()
@@ -179,13 +179,13 @@ def measure_network(
 
 
 def _compile(module: Any, target: Any, path: Path) -> str:
-    """Compile a network into a shared object; gives its path."""
+    """Compile a network into a shared object, and return its path."""
     tvm = import_tvm()
     from tvm import relax
     from tvm.relax.backend.cpu_generic.pipeline import dataflow_lower_passes, finalize_passes
 
     def link(output: str, objects: Sequence[str], **_: Any) -> None:
-        """Without a compiler driver, as the profiler does."""
+        """Link without a compiler driver, as the profiler does."""
         subprocess.run(["ld", "-shared", "-o", output, *objects], check=True, capture_output=True, text=True)
 
     link.output_format = "so"  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ def _serve(
     plan: SamplingPlan,
     realtime: bool,
 ) -> None:
-    """Run networks and send their latencies, or why there are none (runs in its own process)."""
+    """Run networks and send their latencies, or the reason why there are none (runs in its own process)."""
     machine.die_with_parent()
     machine.pin(cores)
     os.environ["TVM_NUM_THREADS"] = str(len(cores))
@@ -226,7 +226,7 @@ def _serve(
         connection.send(f"{type(err).__name__}: {err}"[:500])
 
 
-#: Seconds, and whether nothing disturbed them.
+#: Seconds, and whether the sample was undisturbed.
 Sample = tuple[float, bool]
 
 
@@ -235,13 +235,13 @@ def _quiet(samples: Sequence[Sample]) -> list[float]:
 
 
 def _chosen(samples: Sequence[Sample]) -> list[float]:
-    """What a label is made of: the quiet samples, or all where there is no quiet one."""
+    """The samples in seconds that a label is computed from: the quiet ones, or all if none is quiet."""
     return _quiet(samples) or [seconds for seconds, _ in samples]
 
 
 class Sampled:
-    """A compiled network (:class:`Loaded`) with its samples so far; it runs once, untimed, before the first. `clock` gives
-    seconds, `preemptions` how often the thread was taken off its core."""
+    """A compiled network (:class:`Loaded`) with its samples so far. It runs once before the first sample. `clock` returns
+    seconds, `preemptions` how often the thread was preempted."""
 
     def __init__(
         self,
@@ -259,11 +259,11 @@ class Sampled:
         #: Whether every run calls the same functions in the same order.
         self.steady = True
         self.passes = 0
-        #: Of the VM's own functions: the shortest is the cost of looking.
+        #: Seconds of calls of the VM's own functions: the shortest is the instrument's overhead.
         self._own_s: list[float] = []
         self._spent_s = self._waited_s = 0.0
         self._limit_s = plan.max_measure_s + plan.max_wait_s
-        #: Samples are enough for a label from here on.
+        #: Number of quiet samples that a label needs.
         self._enough = max(2, plan.min_samples // 2)
         started = clock()
         network.run()
@@ -271,14 +271,14 @@ class Sampled:
         self._repeats = plan.repeats(self._run_s)
 
     def _begin(self, patient: bool = True) -> tuple[bool, int, float]:
-        """Wait for an undisturbed core; what :meth:`_end` takes."""
+        """Wait for an undisturbed core, and return the mark that :meth:`_end` takes."""
         left_s = max(0.0, self._plan.max_wait_s - self._waited_s) if patient else 0.0
         calm, waited_s = self._sentinel.wait(left_s)
         self._waited_s += waited_s
         return calm, self._preemptions(), self._clock()
 
     def _end(self, mark: tuple[bool, int, float]) -> Sample:
-        """What was since the mark."""
+        """The sample since the mark."""
         calm, preempted, began = mark
         seconds = self._clock() - began
         self._sentinel.measured(seconds)
@@ -329,7 +329,7 @@ class Sampled:
 
     @property
     def wants_runs(self) -> bool:
-        """Whether another sample of whole runs is wanted: two in any case."""
+        """Whether another sample of whole runs is wanted; at least two are."""
         if len(self.runs) < 2:
             return True
         in_time = self._run_s <= _SHORT_RUN_S and self._spent_s < 0.5 * self._limit_s
@@ -337,7 +337,7 @@ class Sampled:
 
     @property
     def wants_calls(self) -> bool:
-        """Whether another run call by call is wanted: two in any case, then until all calls have enough quiet samples."""
+        """Whether another run call by call is wanted: at least two, then until all calls have enough quiet samples."""
         if self.passes < 2:
             return True
         another_s = self._spent_s / (len(self.runs) + self.passes)
@@ -353,7 +353,7 @@ class Sampled:
         return tuple(found)
 
     def result(self) -> VariantLatency:
-        """The label and what it is made of."""
+        """The label and the samples behind it."""
         calls, quiet = self._call_latencies(), len(_quiet(self.runs))
         calls_s = sum(call.latency_s for call in calls) if calls else None
         counts = (label([seconds for seconds, _ in self.runs]), calls_s, len(self.runs), quiet, calls)
@@ -368,7 +368,7 @@ class Sampled:
 
 
 def sample_in_turn(variants: Sequence[Sampled]) -> None:
-    """Sample all variants, in turn (A B A B ...), so that a slow disturbance hits all of them."""
+    """Sample all variants in turn (A B A B ...), so that a slow disturbance affects all of them."""
     while todo := [variant for variant in variants if variant.wants_runs]:
         for variant in todo:
             variant.sample_run()
@@ -399,7 +399,7 @@ class Loaded:
         self._main(*self._args)
 
     def run_instrumented(self, before: Callable[[str], None], after: Callable[[str], None]) -> None:
-        """One run that calls back before and after every function, also the VM's own."""
+        """One run that calls back before and after every function, including the VM's own."""
         from tvm.relax import VMInstrumentReturnKind
 
         def hook(_function: Any, name: str, is_before: bool, *_: Any) -> int:

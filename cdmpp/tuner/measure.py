@@ -1,5 +1,5 @@
-"""What measures in a tuning: the profiler on a device of this machine, in the background, and the energy that it takes.
-Submitting a program gives a future, so that the search for one task's programs overlaps with the measuring of another's."""
+"""Measurements of a tuning: the profiler runs in the background on a device of this machine, and a meter counts its energy.
+Submitting a program returns a future, so that the search for one task overlaps with the measuring of another."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from cdmpp.tuner.config import TuneConfig
 logger = logging.getLogger(__name__)
 
 
-#: Median difference to labels taken alone that a calibrated degree may have, and programs that it is found with.
+#: For calibrating how many programs to measure at once: accepted median change of the labels, and programs to measure.
 _TOLERANCE, CALIBRATION_PROGRAMS = 0.02, 40
-#: Candidates compiled for each one measured, where compiled code tells.
+#: Candidates compiled for each one measured, if the predictor uses compiled code.
 _OF_EACH = 4
-#: Cores that build what one measuring process measures; 3 to 9 in ``benchmarks/results/doppler.json``.
+#: Cores needed to build programs for one measuring process; 3 to 9 in ``benchmarks/results/doppler.json``.
 _BUILDERS_FED = 4
 
 
 class _Aborted(Exception):
-    """Ends the engine's loop without waiting for what is under way."""
+    """Ends the engine's loop without waiting for the programs under way."""
 
 
 class Measurer:
-    """Measures programs in the background by an `engine` that is not started yet; use as a context manager. Leaving it after an
-    error or Ctrl-C ends builders and measuring processes at once; otherwise what was submitted is finished first."""
+    """Measures programs in the background, with an `engine` that is not started yet; use as a context manager. Leaving it after
+    an error or Ctrl-C ends builders and measuring processes at once; otherwise the submitted programs are finished first."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        #: Programs that nothing was done for yet, first come first served, and futures of those and of all under way.
+        #: Programs not begun yet, first come first served; and the futures of these and of all programs under way.
         self._waiting: dict[str, BuildJob] = {}
         self._futures: dict[str, Future[Outcome]] = {}
         self._lock = threading.Lock()
@@ -73,8 +73,8 @@ class Measurer:
         self._engine.__exit__(_Aborted if aborted else kind, value, trace)
 
     def submit(self, jobs: Sequence[BuildJob]) -> list[Future[Outcome]]:
-        """Have programs measured, none twice at a time; a future each, with the engine's error where it failed, cancelled after
-        :meth:`abort`."""
+        """Queue programs, and return a future for each; a program that is already under way keeps its future. A future has
+        the engine's error if the engine failed, and is cancelled after :meth:`abort`."""
         futures = []
         with self._lock:
             for job in jobs:
@@ -91,13 +91,13 @@ class Measurer:
         return futures
 
     def worth(self, jobs: Sequence[BuildJob], good: Sequence[bool], left_s: float | None) -> tuple[list[bool], float]:
-        """Which of a task's candidates to measure, of those `good` so far, and seconds that builders worked to find out."""
+        """Which of a task's candidates to measure, among those `good` so far, and the builders' seconds to decide it."""
         return list(good), 0.0
 
     def abort(self) -> None:
-        """Give up what is under way; its futures are cancelled."""
+        """Give up all programs under way; their futures are cancelled."""
         self._abort.set()
-        # it does not ask for jobs while all that it has are being built
+        # the engine does not ask for jobs while all that it has are being built
         self._engine.cancel()
         self._thread.join()
 
@@ -137,7 +137,7 @@ class Measurer:
 
 
 def in_time(measurer: Any, futures: Sequence[Future[Outcome]], left_s: float | None) -> Iterator[Outcome | None]:
-    """Outcomes as they come in order; None for what a budget leaves no time for, None for no budget: that is given up."""
+    """Outcomes in order; what is not done after `left_s` seconds (None: no limit) is given up, and its outcome is None."""
     if left_s is not None and wait(futures, timeout=left_s).not_done:
         measurer.abort()
     for future in futures:
@@ -151,9 +151,9 @@ def in_time(measurer: Any, futures: Sequence[Future[Outcome]], left_s: float | N
 
 
 def device_of_this_machine(device: str | Device, workers: int | str = 1, gpu: str | None = None) -> Device:
-    """The device, checked to be here: a CPU share that this process may use `workers` times, a CUDA GPU or a share of it,
-    unless a class stands for that (:class:`~cdmpp.tuner.config.TuneConfig`). TunerError or ProfilerError where it is not,
-    TunerError where there is no compiler for the GPU."""
+    """The device, checked to be on this machine: a CPU share that this process may use `workers` times, or a CUDA GPU or a
+    share of it. A GPU may be replaced by a class (`gpu` of :class:`~cdmpp.tuner.config.TuneConfig`). Raises TunerError or
+    ProfilerError if the device is not here, TunerError if there is no compiler for the GPU."""
     found = get_device(device)
     if found.kind == "gpu":
         if workers == "auto":
@@ -181,15 +181,15 @@ def _check_gpu(device: Device, gpu: str | None) -> None:
 
 
 def core_groups_of(device: Device, workers: int) -> tuple[tuple[int, ...], ...]:
-    """Cores of each of several measuring processes of a share of this machine's CPU; ProfilerError where they do not fit."""
+    """Cores of each of `workers` measuring processes on a share of this machine's CPU; ProfilerError if they do not fit."""
     return machine.core_groups(machine.usable_cores(), threads_of(device), workers)
 
 
 def make_engine(
     config: TuneConfig, device: Device, degree: int, executor: Executor | None = None, *, overlap: bool = True
 ) -> Engine:
-    """What measures in a tuning, as many programs at a time as `degree` says on a device of this machine, or by `executor`;
-    without `overlap` nothing is built on a CPU meanwhile. A CPU's builders have as many cores as there are, or as its shards
+    """The engine of a tuning. It measures `degree` programs at a time on a device of this machine, or runs them by `executor`.
+    Without `overlap` nothing is built on a CPU during measurements. A CPU's builders have all cores, or as many as its shards
     have."""
     options = _timing(config)
     if device.kind == "gpu":
@@ -207,7 +207,7 @@ def make_engine(
 
 
 def compiled_for_each(config: TuneConfig, device: Device) -> int:
-    """Candidates that are compiled for each one measured; TunerError where code that is asked for tells nothing."""
+    """Candidates that are compiled for each one measured; TunerError if requested but compiled code cannot be used."""
     asked = config.compile or _OF_EACH
     if asked == 1 or (config.compile is None and (device.kind != "cpu" or config.ray is not None)):
         return 1
@@ -223,8 +223,8 @@ def compiled_for_each(config: TuneConfig, device: Device) -> int:
 
 
 def calibrated_degree(config: TuneConfig, device: Device, jobs: Sequence[BuildJob], say: Callable[[str], None]) -> int:
-    """Programs measured at the same time that leave the labels of a CPU's share as they are; one, without a calibration, where
-    the other cores cannot build for more."""
+    """How many programs can be measured at the same time, each on a CPU share, without changing the labels. It is one, without
+    a calibration, if the other cores cannot build for more."""
     cores, share = len(machine.usable_cores()), int(device.share)
     if cores // share <= 1 or cores <= share + _BUILDERS_FED:
         return 1
@@ -243,8 +243,8 @@ def _timing(config: TuneConfig) -> dict[str, Any]:
 
 
 class EnergyMeter:
-    """Energy that a device took since the meter was made, by whatever process, by counters of microjoules that go on at 0 after
-    a highest value."""
+    """Energy that a device used since the meter was made, by all processes together. It reads counters of microjoules, each
+    with the highest value after which it wraps around to 0."""
 
     def __init__(self, counters: Sequence[tuple[Callable[[], int], int]]) -> None:
         self._counters = counters
@@ -252,7 +252,7 @@ class EnergyMeter:
         self._total_uj = 0
 
     def joules(self) -> float:
-        """To be asked every few minutes, as counters wrap around. OSError where one cannot be read any more."""
+        """Joules so far; call it every few minutes, as counters wrap around. OSError if a counter cannot be read any more."""
         for i, (read, highest_uj) in enumerate(self._counters):
             now_uj = read()
             taken_uj = now_uj - self._last_uj[i]
@@ -262,8 +262,8 @@ class EnergyMeter:
 
 
 def energy_meter(device: Device, powercap: Path = Path("/sys/class/powercap")) -> EnergyMeter | None:
-    """The meter of a device of this machine: RAPL of a processor's packages (AMD's too; since 2020 only root may read it), NVML
-    of a GPU; None where nothing counts."""
+    """The meter of a device of this machine: RAPL for a processor's packages (AMD's too; since 2020 only root may read it),
+    NVML for a GPU; None if there is no counter."""
     try:
         counters = [(_nvml_counter(), 0)] if device.kind == "gpu" else _rapl_counters(powercap)
         return EnergyMeter(counters) if counters else None
@@ -273,7 +273,7 @@ def energy_meter(device: Device, powercap: Path = Path("/sys/class/powercap")) -
 
 
 def _rapl_counters(powercap: Path) -> list[tuple[Callable[[], int], int]]:
-    """Of the packages: other domains are parts of them (cores, memory), or they of others (the whole machine)."""
+    """Counters of the packages: other domains are parts of a package (cores, memory) or contain it (the whole machine)."""
 
     def number(path: Path) -> int:
         return int(path.read_text(encoding="ascii"))
@@ -296,13 +296,13 @@ def _nvml_counter() -> Callable[[], int]:
     return microjoules
 
 
-#: A candidate that compiles for longer is left out: all the others would wait for it.
+#: Candidates that take longer to compile are left out: all others would have to wait.
 _COMPILE_S = 4.0
 
 
 class ChoosingMeasurer(Measurer):
-    """Compiles `of` candidates for each one that it measures, which is predicted fastest from its instructions; the object that
-    was compiled is measured. `executor` is :func:`make_engine`'s."""
+    """Compiles `of` candidates for each one that it measures: the one predicted fastest from its instructions. Its compiled
+    object is reused for the measurement. `executor` is :func:`make_engine`'s."""
 
     def __init__(self, config: TuneConfig, device: Device, degree: int, executor: Executor | None, of: int) -> None:
         assert config.predictor is not None
@@ -319,7 +319,7 @@ class ChoosingMeasurer(Measurer):
     def __enter__(self) -> ChoosingMeasurer:
         super().__enter__()
         self._compiler.__enter__()
-        self._compiler._engine.start_builders()  # they are ready by the end of the first search
+        self._compiler._engine.start_builders()  # so that they are ready by the end of the first search
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -335,7 +335,7 @@ class ChoosingMeasurer(Measurer):
         build_s = sum(o.meta.get("build_s", 0.0) for o in outcomes)
         built = {o.job.program.hash: o.built for o in outcomes if o.status == "ok"}
         ready = [job for job in wanted if job.program.hash in built]
-        if not ready:  # where they are measured it is said why
+        if not ready:  # measuring them will report the reason
             return list(good), build_s
         asts = compact_asts([self._rebuild(job.program, job.task, job.space) for job in ready])
         code = np.stack([built[job.program.hash].counts for job in ready])

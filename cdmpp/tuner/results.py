@@ -1,9 +1,9 @@
-"""What a tuning gives: a line a task, the whole network, what it cost; as JSON, as a picture, as one HTML page.
+"""The results of a tuning: a line per task, the whole network's latency, and the costs; as JSON, a figure and an HTML page.
 
-It is kept in a folder with a MetaSchedule database in TVM's own format (every program that ran),
-``measured/`` (a cdmpp dataset of all measurements, failures included, for predictors to learn from), ``tuning.json`` (what was
-tuned, and how) and ``curve.jsonl``. The database is made anew from the dataset, written first, where the two differ after a
-crash.
+They are kept in a folder with a MetaSchedule database in TVM's own format (every program that ran),
+``measured/`` (a cdmpp dataset of all measurements, failures included, to train predictors on), ``tuning.json`` (what was
+tuned, and how) and ``curve.jsonl``. The dataset is written first: if the two differ after a crash, the database is rebuilt
+from it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cdmpp.tuner.progress import TaskState
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = KEPT_VERSION = 1
-#: Programs kept of a task on a device, the fastest.
+#: Number of fastest programs kept for a task on a device.
 _MOST_KEPT = 16
 TUNING_FILE = "tuning.json"
 CURVE_FILE = "curve.jsonl"
@@ -47,7 +47,7 @@ DATASET_FOLDER = "measured"
 WORKLOAD_FILE = "database_workload.json"
 RECORD_FILE = "database_tuning_record.json"
 
-#: What must be as it was when a tuning is resumed.
+#: Settings that must be unchanged when a tuning is resumed.
 _FIXED = ("network", "device", "cost_model", "seed", "tvm")
 
 
@@ -56,8 +56,8 @@ def tvm_version() -> str:
 
 
 class TuningStore:
-    """A tuning's folder, made if missing; `settings` are JSON values that say what is tuned and how. TunerError where there is
-    a tuning and `resume` was not asked for, or where it is of something else or by another TVM."""
+    """A tuning's folder, made if missing; `settings` are JSON values that say what is tuned and how. Raises TunerError if the
+    folder holds a tuning and `resume` is false, or if that tuning has other settings or was made by another TVM."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], device: Device, resume: bool) -> None:
         self.folder, self._device = folder, device
@@ -78,7 +78,7 @@ class TuningStore:
         self.database: Any = None
 
     def close(self, done: bool = False) -> None:
-        """Let others write; a tuning that is done has its dataset made compact."""
+        """Release the dataset for other writers; if the tuning is `done`, compact it first."""
         try:
             if done:
                 self.dataset.finalize()
@@ -86,7 +86,7 @@ class TuningStore:
             self.dataset.close()
 
     def open_database(self, tuners: Sequence[TaskTuner], anew: bool = False) -> None:
-        """Open the MetaSchedule database, made anew from the dataset if they differ, or if labels have changed."""
+        """Open the MetaSchedule database; rebuild it from the dataset if they differ, or if `anew` because labels changed."""
         latencies = {
             program: latency_s
             for program, latency_s in self.outcomes().items()
@@ -106,38 +106,38 @@ class TuningStore:
             self.commit(by_task[candidate.task], candidate, latencies[candidate.hash])
 
     def outcomes(self) -> dict[str, float | None]:
-        """Label of every program measured so far, in the order of measuring; None where it failed."""
+        """Label of every program measured so far, in the order of measurement; None for failures."""
         return labels_of(self.dataset, self._device)
 
     def add(self, outcome: Outcome) -> None:
-        """Put an outcome into the dataset."""
+        """Add an outcome to the dataset."""
         threads = {"threads": int(self._device.share)} if self._device.kind == "cpu" else {}
         sms, devices, name = outcome.meta.get("sms"), self.dataset.meta["devices"], self._device.name
         if sms is not None and devices[name]["cores_used"] != sms:
-            # how many a share of a GPU has: partitions come in units, and the device table has what was asked for
+            # the SMs that the GPU share really has: partitions come in units, the device table has the requested number
             self.dataset.update_meta(devices={**devices, name: {**devices[name], "cores_used": float(sms)}})
         add_outcome(self.dataset, name, outcome, {**threads, "cache": "warm"})
 
     def commit(self, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> None:
-        """Put a program that ran into the MetaSchedule database."""
+        """Add a program that ran to the MetaSchedule database."""
         self.database.commit_tuning_record(tuning_record(self.database, tuner, candidate, latency_s))
 
     def commit_record(self, tuner: TaskTuner, record: Any) -> None:
-        """Put a record into the MetaSchedule database that another process made (``TuningRecord.as_json``)."""
+        """Add a record that another process made (``TuningRecord.as_json``) to the MetaSchedule database."""
         from tvm.s_tir import meta_schedule as ms
 
         workload = self.database.commit_workload(tuner.mod)
         self.database.commit_tuning_record(ms.database.TuningRecord.from_json(record, workload))
 
     def add_point(self, point: Point, costs: Costs) -> None:
-        """Append to the curve, with what everything has cost so far."""
+        """Append a point to the curve, with the costs so far."""
         line = json.dumps({"point": asdict(point), "costs": asdict(costs)})
         path = self.folder / CURVE_FILE
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def curve(self) -> tuple[Curve, Costs]:
-        """The curve so far and what it cost; a line that a crash cut off is left out."""
+        """The curve so far and its costs; a line cut off by a crash is skipped."""
         path = self.folder / CURVE_FILE
         curve, costs = Curve(), Costs()
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -153,7 +153,7 @@ class TuningStore:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what goes wrong while a file of a tuning is written, such as a full disk, into a TunerError."""
+    """Turn errors in writing a file of a tuning, such as a full disk, into a TunerError."""
     try:
         yield
     except OSError as err:
@@ -163,7 +163,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_folder(folder: Path, resume: bool) -> None:
-    """TunerError where a tuning cannot be kept in a folder: it is a file, or there is one that is not to be resumed."""
+    """Raise TunerError if a tuning cannot use a folder: the path is a file, or holds a tuning that is not to be resumed."""
     if folder.exists() and not folder.is_dir():
         raise TunerError(f"{folder} is a file: a tuning is kept in a folder")
     if not resume and _begun(folder):
@@ -171,21 +171,21 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 
 def _begun(folder: Path) -> bool:
-    """Whether something was measured: what ended before that, as on bad input, is no tuning."""
+    """Whether a tuning in a folder measured something; one that ended before that, as on bad input, does not count."""
     if not (folder / TUNING_FILE).exists():
         return False
-    # resuming says whether it is damaged
+    # resuming reports whether it is damaged
     return not (folder / DATASET_FOLDER).is_dir() or len(Dataset.open(folder / DATASET_FOLDER).records) > 0
 
 
 def labels_of(dataset: Dataset, device: Device) -> dict[str, float | None]:
-    """Label of every program that was measured on a device, in the order of measuring; None where it failed."""
+    """Label of every program that was measured on a device, in the order of measurement; None for failures."""
     rows = dataset.records[dataset.records["device"] == device.name].itertuples()
     return {str(row.program): float(row.latency_s) if row.status == "ok" else None for row in rows}
 
 
 def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency_s: float) -> Any:
-    """A MetaSchedule record of a program that ran, for a database."""
+    """A MetaSchedule record for a database, of a program that ran."""
     from tvm.s_tir import meta_schedule as ms
 
     workload, measure = database.commit_workload(tuner.mod), candidate.measure
@@ -193,7 +193,7 @@ def tuning_record(database: Any, tuner: TaskTuner, candidate: Candidate, latency
 
 
 def json_database(folder: Path) -> Any:
-    """MetaSchedule's JSON database of a folder, made if missing; TunerError where it is damaged or of another TVM."""
+    """MetaSchedule's JSON database in a folder, made if missing; TunerError if it is damaged or from another TVM."""
     import_tvm()
     from tvm.s_tir import meta_schedule as ms
 
@@ -208,7 +208,7 @@ def json_database(folder: Path) -> Any:
 
 
 def replayed(dataset: Any, programs: Sequence[str], tuners: Mapping[str, TaskTuner]) -> Iterator[Candidate]:
-    """Programs of a dataset as candidates, of tasks (hash -> tuner); those that do not replay are counted and left."""
+    """Programs of a dataset as candidates of tasks (hash -> tuner); those that do not replay are counted and skipped."""
     lost = 0
     for digest in programs:
         program = dataset.programs[digest]
@@ -225,7 +225,7 @@ def replayed(dataset: Any, programs: Sequence[str], tuners: Mapping[str, TaskTun
 
 
 def _check_same(folder: Path, settings: Mapping[str, Any]) -> None:
-    """TunerError where ``tuning.json`` is damaged, of another version or of another tuning."""
+    """Raise TunerError if ``tuning.json`` is damaged, of another format version or of another tuning."""
     path = folder / TUNING_FILE
     try:
         known = read_json(path)
@@ -244,13 +244,13 @@ def _check_same(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def kept_folder() -> Path:
-    """Of the user's cache: a file a task and device, ``TASK/DEVICE.json``, with the fastest programs, their spaces and
-    latencies, the device as it was, and the TVM that made it."""
+    """Folder of kept tunings in the user's cache. Each task and device has a file, ``TASK/DEVICE.json``, with the fastest
+    programs, their spaces and latencies, the device's description at that time, and the TVM version that made it."""
     return cache_folder() / "tunings"
 
 
 def keep(dataset: Dataset, device: Device, labels: Mapping[str, float | None]) -> None:
-    """Keep the fastest scheduled programs of a tuning beside those of earlier ones; a cache that cannot be written is said."""
+    """Merge a tuning's fastest scheduled programs into the user's cache; if it cannot be written, only warn."""
     found = defaultdict[str, dict[str, Any]](dict)
     for digest, latency_s in labels.items():
         program = dataset.programs[digest]
@@ -271,7 +271,7 @@ def keep(dataset: Dataset, device: Device, labels: Mapping[str, float | None]) -
 
 
 def read_kept(path: Path) -> dict[str, Any] | None:
-    """A file of the cache; None for one of another TVM or format, or a damaged one."""
+    """The content of a file in the cache; None if it is of another TVM or format, or damaged."""
     try:
         content: dict[str, Any] = read_json(path)
         Device.from_json(content["device"])
@@ -285,9 +285,9 @@ def read_kept(path: Path) -> dict[str, Any] | None:
 JSON_FILE = "report.json"
 FIGURE_FILE = "curve.png"
 HTML_FILE = "report.html"
-#: So much of a network's latency may be measured while others used the core before it is said.
+#: Fraction of a network's latency measured while others used the core, above which the summary reports it.
 _DISTURBED = 0.05
-#: A latency that falls by more is drawn on a logarithmic axis.
+#: If the latency falls by more than this factor, its axis is logarithmic.
 _STEEP = 5.0
 
 _STYLE = """
@@ -300,19 +300,19 @@ th:first-child, td:first-child { text-align: left; } img { max-width: 100%; heig
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What became of a task, by its hash."""
+    """The result of tuning a task, by the task's hash."""
 
     task: str
     name: str
     weight: float
-    #: Latency of what runs untuned, and of what is used: the faster of that and of the best schedule found.
+    #: Latency of the untuned program, and of the program used: the faster of it and the best schedule found.
     untuned_s: float | None
     best_s: float | None
-    #: What is used: ``untuned``, or the origin and the hash of the schedule; "" where nothing runs.
+    #: The program used: ``untuned``, or the origin and the hash of the schedule; "" if none runs.
     used: str
-    #: Of the best schedule, used or not.
+    #: Latency of the best schedule, used or not.
     scheduled_s: float | None
-    #: Part of the network's time, weighted, before and after; None where a task of it is unknown.
+    #: Weighted fraction of the network's time before and after tuning; None if the latency of any task is unknown.
     share_before: float | None
     share_after: float | None
     measured: int
@@ -322,7 +322,7 @@ class TaskResult:
 
     @classmethod
     def all_of(cls, tasks: Sequence[tuple[Task, float]], states: Sequence[TaskState]) -> list[TaskResult]:
-        """Of all tasks of a network, by where their tuning ended."""
+        """Results of all tasks of a network, from the final states of their tuning."""
 
         def shares(seconds: Sequence[float | None]) -> list[float | None]:
             parts = [state.weight * s for state, s in zip(states, seconds, strict=True) if s is not None]
@@ -339,12 +339,12 @@ class TaskResult:
         return found
 
 
-#: Columns of the table of tasks; "<" is to the left. The shares are parts of the network's time, before and after.
+#: Columns of the table of tasks; "<" aligns left. The shares are fractions of the network's time before and after tuning.
 COLUMNS = ("<task", "runs", "untuned", "share", "best", "share", "used", "measured")
 
 
 def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
-    """The table of tasks, those first that the untuned network spends most on; what is used is ``untuned`` or a hash."""
+    """The table of tasks, sorted by their share of the untuned network's time; the column `used` is ``untuned`` or a hash."""
 
     def part(share: float | None) -> str:
         return "-" if share is None else f"{100 * share:.1f} %"
@@ -361,7 +361,7 @@ def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What a tuning gave."""
+    """Result of a tuning."""
 
     name: str
     device: str
@@ -370,30 +370,30 @@ class TuneReport:
     #: Why it ended.
     stopped: str
     tasks: list[TaskResult]
-    #: Sums over the tasks, weighted, of the untuned tasks and of the best of each, measured alone; None where a task has no
-    #: program that works.
+    #: Weighted sums of the tasks' untuned and best latencies, each task measured alone; None if a task has no program that
+    #: works.
     untuned_s: float | None
     tuned_s: float | None
-    #: Fraction that another minute is expected to bring; None if it cannot be told.
+    #: Fraction of the latency that another minute is expected to save; None if unknown.
     gain_next_minute: float | None
     costs: Costs
     curve: Curve
-    #: What the cost model learned (of ours).
+    #: What cdmpp's cost model learned; empty for TVM's.
     learned: dict[str, Any] = field(default_factory=dict)
-    #: Latencies of the whole network, compiled with and without the schedules; None where it was not run.
+    #: Latencies of the whole network, compiled with and without the schedules; None if it was not run.
     network: NetworkLatency | None = None
-    #: Workers that tuned at the same time, each on a device of that name; None where one search had the machine.
+    #: Number of workers that tuned at the same time, each on a device (share) of that name; None for a single search.
     shards: int | str | None = None
 
     @property
     def speedup(self) -> float | None:
-        """Untuned over tuned latency: of the whole network where it was run, else of the sums over the tasks."""
+        """Untuned over tuned latency: of the whole network if it was run, else of the sums over the tasks."""
         if self.network is not None:
             return self.network.latency_s["untuned"] / self.network.latency_s["tuned"]
         return None if not (self.untuned_s and self.tuned_s) else self.untuned_s / self.tuned_s
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values: the fields, the points of the curve, and what others script against beside them."""
+        """The report as JSON values: the fields, the points of the curve, and further values that scripts rely on."""
         found = asdict(self)
         network = self.network
         if network is not None:
@@ -427,7 +427,7 @@ def write_report(report: TuneReport, folder: Path) -> None:
 
 
 def write_page(folder: Path, out: Path) -> dict[str, Any]:
-    """Write the HTML page of a tuning's folder to another place; gives its ``report.json``. TunerError where it did not end."""
+    """Copy the HTML page of a tuning's folder to `out`, and return its ``report.json``. TunerError if it has not ended."""
     try:
         page = (folder / HTML_FILE).read_text(encoding="utf-8")
         content: dict[str, Any] = json.loads((folder / JSON_FILE).read_text(encoding="utf-8"))
@@ -464,13 +464,13 @@ def curve_figure(report: TuneReport) -> bytes:
     left.grid(color="#eeeeee")
     right.grid(color="#eeeeee")
     buffer = io.BytesIO()
-    # Without a date and a version in it, the same numbers give the same file.
+    # Without a date and a version in the file, the same numbers give the same file.
     figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
     return buffer.getvalue()
 
 
 def summary_lines(report: TuneReport) -> list[str]:
-    """What the tuning gave and cost, in sentences."""
+    """The results and costs of a tuning, in sentences."""
     costs, ended = report.costs, dict[str, list[str]]()
     for task in report.tasks:
         if task.finished:

@@ -1,4 +1,4 @@
-"""The tuning of a network's tasks: propose, drop, measure, learn, until an objective is reached."""
+"""The tuning loop over a network's tasks: propose, drop, measure and learn, until an objective is reached."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 Models = tuple[Any, "ValidityGuard | None"]
 
-#: Rounds under way at a time: one is searched for while another is compiled and measured.
+#: Rounds under way at a time: the candidates of one are searched while those of another are compiled and measured.
 _DEPTH = 2
 
 
 @dataclass
 class _Round:
-    """Candidates of one task on their way through measuring."""
+    """A round of one task whose candidates are being measured."""
 
     futures: list[Future[Outcome]]
     dropped: int
-    #: Only those are measured that are measured in any case.
+    #: Whether only the candidates that are always measured were worth measuring (:data:`cdmpp.tuner.progress.KEPT`).
     hopeless: bool
 
 
 def make_models(config: TuneConfig, device: Device) -> Models:
-    """Those that a configuration names, read or trained: what scores candidates, and what tells whether they run."""
+    """The models of a configuration, loaded or trained: the cost model, and the guard that predicts whether candidates run."""
     from cdmpp.tuner.cost_model import make_cost_model
 
     guard = None
@@ -60,9 +60,9 @@ def make_models(config: TuneConfig, device: Device) -> Models:
 
 
 class Searches:
-    """Proposes candidates of tasks, and learns what became of them; perhaps in a process of its own
-    (:mod:`cdmpp.tuner.workers`), so that tasks go in as hashes and candidates come out as jobs. `commit` puts a program that
-    ran into MetaSchedule's `database`."""
+    """Proposes candidates of tasks, and learns from their outcomes. It may run in a process of its own
+    (:mod:`cdmpp.tuner.workers`), so tasks are passed in as hashes and candidates are returned as jobs. `commit` adds a program
+    that ran to MetaSchedule's `database`."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class Searches:
         self._model, self._guard = models
         self._by_hash = {tuner.task.hash: tuner for tuner in tuners}
         self._config, self._database, self._commit = config, database, commit
-        #: Of the intervals that candidates are dropped by.
+        #: Coverage of the intervals by which candidates are dropped.
         self._coverage = config.trim if config.cost_model == "cdmpp" else None
         #: Programs of earlier tunings to measure before any search, by task, best first.
         self._first: dict[str, list[Candidate]] = {}
-        #: What is known of a task from before, for its search to begin with.
+        #: Programs of a task from earlier tunings, or measured before by this one: the parents that its search begins with.
         self._parents = defaultdict[str, list[Candidate]](list)
-        #: The search of each task that was begun; None for TVM's.
+        #: The search of each task for which it has begun; None for TVM's search.
         self._searches: dict[str, DecisionSearch | None] = {}
-        #: Programs that were measured or are going to be.
+        #: Hashes of programs that were or will be measured.
         self._known: set[str] = set()
-        #: A task's candidates that are being measured, by round.
+        #: A task's candidates that are being measured, for each round.
         self._under_way = defaultdict[str, deque[dict[str, Candidate]]](deque)
 
     def begin(
@@ -96,8 +96,8 @@ class Searches:
         device: Device,
         say: Callable[[str], None],
     ) -> None:
-        """Learn from earlier records, choose what to measure first (:mod:`cdmpp.tuner.warm_start`), and learn what this tuning
-        measured before (labels of a dataset)."""
+        """Learn from earlier records, choose the programs to measure first (:mod:`cdmpp.tuner.warm_start`), and learn from the
+        programs that this tuning measured before (`labels` of a dataset)."""
         if earlier:
             from cdmpp.tuner.warm_start import warm_start
 
@@ -114,14 +114,14 @@ class Searches:
             self._parents[task] += found
 
     def describe(self) -> dict[str, Any]:
-        """What the cost model learned and what the searches did, as JSON values; of ours only."""
+        """What the cost model learned and counts of the searches, as JSON values; only for cdmpp's own model and search."""
         found = self._model.model.describe() if hasattr(self._model, "model") else {}
         counts = [search.describe() for search in self._searches.values() if search is not None]
         return {**found, "search": summed(counts)} if counts else found
 
     def propose(self, task: str, best_s: float | None, first: bool) -> tuple[list[BuildJob], list[bool]] | None:
-        """A round's candidates, and whether each is worth measuring; None where the space gives no more. Before the `first`
-        round the guard may choose them."""
+        """A round's candidates, and whether each is worth measuring; None if the space has no more. In the `first` round the
+        guard may choose the candidates."""
         tuner = self._by_hash[task]
         candidates = self._first.pop(task, None)
         if not candidates and first and self._guard is not None:
@@ -139,12 +139,12 @@ class Searches:
         return [c.job for c in candidates], worth
 
     def learn(self, task: str, outcomes: Sequence[Outcome]) -> None:
-        """End a task's round, and learn from what was measured in it."""
+        """End a task's round, and learn from its measurements."""
         tuner, pairs = self._by_hash[task], list[tuple[Candidate, float | None]]()
         candidates = self._under_way[task].popleft() if self._under_way[task] else {}
         for outcome in outcomes:
             program, space = outcome.job.program, outcome.job.space
-            # what a process proposed that died is replayed
+            # candidates proposed by a process that has died since are replayed
             candidate = candidates.get(program.hash) or tuner.replay(program, space)
             if outcome.latency_s is not None:
                 self._commit(tuner, candidate, outcome.latency_s)
@@ -153,8 +153,8 @@ class Searches:
         self._teach(tuner, pairs)
 
     def expected_gain(self, task: str, untuned_s: float) -> float:
-        """Fraction of a task's time that tuning is expected to save: of the best of a few programs against the untuned one,
-        both predicted; without a predictor, of what the device cannot do faster against what was measured."""
+        """Fraction of a task's time that tuning is expected to save. It compares the predictions for the best of a few programs
+        and for the untuned one; without a predictor, the device's lower bound (roofline) and the measured latency."""
         tuner = self._by_hash[task]
         if self._config.predictor is None:
             bound_s = roofline_s(compact_asts([tuner.mod["main"]]), self._model.device)
@@ -168,12 +168,12 @@ class Searches:
         return 1.0 - min(1.0, math.exp(best - self._log_s(tuner.context, [untuned.measure])[0]))
 
     def prepare(self) -> None:
-        """Begin the searches of all tasks: what can be done before anything is measured."""
+        """Begin the searches of all tasks, as far as this is possible before anything is measured."""
         for task in self._by_hash if self._config.own_search else ():
             self._begun(task)
 
     def _begun(self, task: str) -> DecisionSearch | None:
-        """A task's search; ours has drawn a few programs."""
+        """A task's search, begun if it was not; cdmpp's own has sampled a few programs. None for TVM's search."""
         if task not in self._searches:
             tuner, config = self._by_hash[task], self._config
             if config.own_search:
@@ -190,7 +190,7 @@ class Searches:
         return self._searches[task]
 
     def _log_s(self, context: Any, measures: Sequence[Any]) -> FloatArray:
-        """Predicted log seconds over the probability that a program runs, (n,)."""
+        """Log of the predicted seconds divided by the probability that a program runs, (n,)."""
         log_s = np.log(self._model.predict_s(context, measures))
         if self._guard is not None:
             with np.errstate(divide="ignore"):
@@ -198,7 +198,7 @@ class Searches:
         return log_s
 
     def _teach(self, tuner: TaskTuner, pairs: Sequence[tuple[Candidate, float | None]]) -> None:
-        """Teach the models what became of candidates; None is a failure."""
+        """Train the models on the latencies of candidates; None is a failure."""
         if not pairs:
             return
         measures, latencies = [c.measure for c, _ in pairs], [latency_s for _, latency_s in pairs]
@@ -208,24 +208,24 @@ class Searches:
 
 
 class TuningSession:
-    """Tunes some of a network's tasks (number -> tuner); `searches` may stand for :class:`Searches` in another process. Several
-    sessions may share the running measurer and the progress, each in a thread of its own."""
+    """Tunes some of a network's tasks (index -> tuner). `searches` may be a proxy for :class:`Searches` in another process.
+    Several sessions may share the running measurer and the progress, each in a thread of its own."""
 
     def __init__(
         self, tuners: Mapping[int, TaskTuner], searches: Any, measurer: Measurer, progress: Progress, config: TuneConfig
     ) -> None:
         self.tuners, self.searches = tuners, searches
         self._measurer, self._progress, self._config = measurer, progress, config
-        #: Tasks, and their rounds once it is chosen what is measured of them.
+        #: Tasks and their rounds under way; a future is done when the candidates to measure are chosen.
         self._under_way = deque[tuple[int, Future[_Round]]]()
         self._background = ThreadPoolExecutor(_DEPTH, "chooser")
-        #: Trials that it has for certain and has not begun.
+        #: Trials reserved for this session that it has not begun.
         self.reserved = 0
-        #: Those that share the limits.
+        #: The other sessions that share the limits.
         self.others: Sequence[TuningSession] = ()
 
     def run(self) -> str:
-        """Tune until the objective is reached, or until there is nothing more to try; says which."""
+        """Tune until the objective is reached or there is nothing more to try, and return the reason for stopping."""
         progress, others = self._progress, set(range(len(self._progress.states))) - self.tuners.keys()
         self._leave_alone()
         try:
@@ -233,7 +233,7 @@ class TuningSession:
                 reason, task = progress.reached(self._reserved()), None
                 if reason is None:
                     task = next_task(progress.states, [*others, *(task for task, _ in self._under_way)])
-                    if task is None and self._config.own_search:  # another round before the last one's labels are there
+                    if task is None and self._config.own_search:  # begin another round before the last one has its labels
                         task = next_task(progress.states, [*others])
                 if task is not None:
                     self._begin_round(task)
@@ -245,11 +245,11 @@ class TuningSession:
             self._background.shutdown(wait=False, cancel_futures=True)
 
     def _reserved(self) -> int:
-        """Trials that others still have for certain."""
+        """Trials that are still reserved for the other sessions."""
         return sum(other.reserved for other in self.others)
 
     def abandon(self, why: str) -> None:
-        """Give all tasks up, and what is being measured."""
+        """Give up all tasks, and the programs being measured."""
         rounds = [chosen.result() for _, chosen in self._under_way]
         with self._progress.lock:
             self._progress.plan(-sum(len(begun.futures) for begun in rounds))
@@ -257,7 +257,7 @@ class TuningSession:
                 self._progress.give_up(task, why)
 
     def _begin_round(self, task: int) -> None:
-        """Search; what is found is compiled and measured in the background."""
+        """Search for candidates, which are then compiled and measured in the background."""
         progress, state = self._progress, self._progress.states[task]
         first = not state.history and not state.measured and all(other != task for other, _ in self._under_way)
         found = self.searches.propose(self.tuners[task].task.hash, state.latency_s, first)
@@ -265,30 +265,30 @@ class TuningSession:
             if found is None:
                 progress.give_up(task, "its space gives no more valid programs")
                 return
-            progress.plan(len(found[0]))  # until it is chosen what is measured
+            progress.plan(len(found[0]))  # until the candidates to measure are chosen
         self._under_way.append((task, self._background.submit(self._chosen, task, *found)))
 
     def _chosen(self, task: int, proposed: Sequence[BuildJob], good: Sequence[bool]) -> _Round:
-        """Drop what is not worth measuring, and hand the rest over."""
+        """Drop the candidates that are not worth measuring, and submit the rest to the measurer."""
         progress = self._progress
         worth, build_s = self._measurer.worth(proposed, good, progress.time_left_s)
         with progress.lock:
             progress.plan(-len(proposed))
             progress.costs.build_s += build_s
             fresh = [pair for pair in zip(proposed, worth, strict=True) if pair[0].program.hash not in progress.known]
-            fresh.sort(key=lambda pair: not pair[1])  # the last trials are for what is worth measuring
+            fresh.sort(key=lambda pair: not pair[1])  # the last trials are for candidates worth measuring
             worth = [good for _, good in fresh]
             worth = worth[: progress.claim(task, worth, self._reserved())]
             self.reserved = max(0, self.reserved - len(worth))
             best_s = None if self._config.trim is None else progress.states[task].latency_s
             jobs = [replace(job, best_s=best_s) for (job, _), good in zip(fresh, worth, strict=False) if good]
             progress.known.update((job.program.hash, None) for job in jobs)
-        # what the compiled code decides is no judgement of the task
+        # `good`, not `worth`: a choice by compiled code does not mean that the task is hopeless
         hopeless = sum(good) < len(good) and sum(good) <= math.ceil(KEPT * len(good))
         return _Round(self._measurer.submit(jobs), len(worth) - len(jobs), hopeless)
 
     def _end_round(self) -> None:
-        """Wait for the outcomes of the oldest round, as long as the budget allows, and learn from them."""
+        """Wait for the outcomes of the oldest round, within the time budget, and learn from them."""
         progress, (task, chosen) = self._progress, self._under_way[0]
         begun = chosen.result()
         self._under_way.popleft()
@@ -299,14 +299,14 @@ class TuningSession:
             for outcome in done:
                 progress.enter(task, outcome)
         self.searches.learn(self.tuners[task].task.hash, done)
-        # A resumed search proposes what was measured before once more: such a round says nothing.
+        # A resumed search may propose only programs that were measured before: such a round does not count.
         if done or begun.dropped:
             error = next((f"{o.status}: {o.error}" for o in done if o.error), "")
             with progress.lock:
                 progress.end_round(task, sum(o.latency_s is not None for o in done), begun.hopeless, error)
 
     def _leave_alone(self) -> None:
-        """Do not begin tasks that are not worth a trial."""
+        """Give up, before any trial, tasks that are not worth one."""
         states, gains = {task: self._progress.states[task] for task in self.tuners}, dict[int, float]()
         if self._config.cost_model != "cdmpp" or len(states) < 2:
             return
@@ -323,7 +323,7 @@ class TuningSession:
 def measure_untuned(
     tuners: Sequence[TaskTuner], measurer: Measurer, progress: Progress, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Measure the untuned tasks: what tuning starts from. They are no trials."""
+    """Measure the untuned tasks, from which tuning starts. They do not count as trials."""
     untuned = enumerate(tuner.untuned() for tuner in tuners)
     jobs = {task: job for task, job in untuned if job is not None and job.program.hash not in progress.known}
     futures = measurer.submit(list(jobs.values()))
@@ -337,8 +337,8 @@ def measure_untuned(
 def make_tuners(
     tasks: Sequence[tuple[Task, float]], device: Device, config: TuneConfig, say: Callable[[str], None]
 ) -> tuple[list[TaskTuner], list[tuple[Task, float]]]:
-    """A search for every task that has a design space, those first that the network spends most on, and these tasks
-    (TunerError: none)."""
+    """A tuner for every task that has a design space, and these tasks; those with the most work in the network come first.
+    Raises TunerError if there is none."""
     tuners, kept = [], []
     for task, weight in sorted(tasks, key=lambda pair: -work(*pair)):
         try:
@@ -352,25 +352,25 @@ def make_tuners(
 
 
 def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Sums by name; every one of the counts has the same names."""
+    """Sums by name; all counts have the same names."""
     return {name: sum(count[name] for count in counts) for name in (counts[0] if counts else ())}
 
 
 def work(task: Task, weight: float) -> float:
-    """Operations and bytes that a network spends on a task that it runs so often."""
+    """Operations plus bytes of a task, times `weight`, which is how often the network runs it."""
     return weight * (task.flops + task.bytes)
 
 
 # -- before the best is named -----------------------------------------------------------------------------------------
 
-#: Programs of a task at most that are measured again, runs of each, and measurements for each one of the tuning.
+#: Measuring again: most programs of a task, runs of each, and their number as a fraction of the tuning's measurements.
 _OF_TASK, _RUNS, _PART = 3, 2, 0.1
-#: Noise that a label has at least.
+#: Lower bound of a label's noise.
 _LEAST = 0.01
 
 
 def close_programs(store: TuningStore, device: Device, budget: int) -> list[list[str]]:
-    """Programs that may be their task's fastest, of tasks that have several, those first that took longest to measure."""
+    """Programs that may be the fastest of their task, for tasks with several such programs; the slowest tasks come first."""
     records, found = store.dataset.records, []
     records = records[(records["device"] == device.name) & (records["status"] == "ok")]
     times = records["program"].value_counts()
@@ -379,7 +379,7 @@ def close_programs(store: TuningStore, device: Device, budget: int) -> list[list
         noise = np.maximum(rows["noise"].fillna(0.0).to_numpy(), _LEAST)
         latency_s = rows["latency_s"].to_numpy()
         close = rows["program"][latency_s <= latency_s[0] * (1 + np.maximum(noise, noise[0]))].tolist()
-        # not again where a resumed tuning did it before
+        # not again if an earlier run of a resumed tuning did it
         if len(close) > 1 and times[close].min() <= _RUNS:
             found.append((latency_s[0], close))
     chosen: list[list[str]] = []
@@ -397,9 +397,9 @@ def measure_close_again(
     progress: Progress,
     say: Callable[[str], None],
 ) -> None:
-    """Measure programs as fast as their task's best within the noise again, in turn, before the best is named: within a tenth
-    of the tuning's measurements and the time that is left. Of many programs the one with the lowest label was lucky besides
-    fast. Of two runs the better one counts; the first label was taken at another time than those it is compared with."""
+    """Measure the programs that are within the noise of their task's best again, in turn, before the best is chosen. This takes
+    at most a tenth of the tuning's measurements and the time left. Of many programs, the one with the lowest label is not only
+    fast but also lucky. The better of two new runs counts; the first labels are not used, as they were taken at other times."""
     dataset = store.dataset
     groups = close_programs(store, device, max(_RUNS * _OF_TASK, round(_PART * progress.costs.measurements)))
     if not groups or progress.time_left_s == 0.0:
@@ -416,7 +416,7 @@ def measure_close_again(
                 runs[outcome.job.program.hash].append(outcome)
     changed = 0
     for close in groups:
-        # compared are only labels of the same two runs
+        # compare only labels of the same two runs
         if all(len(runs[digest]) == _RUNS for digest in close):
             for digest in close:
                 for outcome in sorted(runs[digest], key=lambda o: -(o.latency_s or 0.0)):

@@ -36,15 +36,15 @@ def tune(
     notify: Callable[[str], None] = logger.info,
 ) -> TuneReport:
     """Tune a network (a zoo name, an ``.onnx`` or ``.pt2`` file, or a Network) for a CPU share or a CUDA GPU of this machine.
-    On a GPU, a cluster and a board the network itself is not run: what a tuning gives are the sums over its tasks, on a GPU
-    against the schedules that TVM Relax gives them by default.
+    On a GPU, a cluster or a board the network itself is not run: the result is the sums over its tasks. On a GPU the untuned
+    tasks have the schedules that TVM Relax applies by default.
 
-    `device` is with the share that the network will be served with, such as ``this-cpu@1`` or ``h200@0.5``. `out` is a folder
-    (:mod:`cdmpp.tuner.results`); with `resume` a tuning that is there goes on, and nothing is measured twice. `warm_start` are
-    folders of earlier records, or ``"auto"`` (:func:`cdmpp.tuner.warm_start.warm_start`); `progress` is called after each
-    round, `notify` with one-line news.
+    `device` includes the share that will serve the network, such as ``this-cpu@1`` or ``h200@0.5``. `out` is a folder
+    (:mod:`cdmpp.tuner.results`); with `resume` a tuning in it continues, and nothing is measured twice. `warm_start` lists
+    folders of earlier records, or ``"auto"`` (:func:`cdmpp.tuner.warm_start.warm_start`). `progress` is called after each
+    round, `notify` with one-line messages.
 
-    TunerError where nothing can be tuned, or `out` holds another tuning; TunerError or ProfilerError where the device is not on
+    Raises TunerError if nothing can be tuned or `out` holds another tuning; TunerError or ProfilerError if the device is not on
     this machine; NetworkError, UnknownDeviceError, PredictorError and DatasetError as their names say."""
     from cdmpp.program.network import load_network
 
@@ -81,12 +81,12 @@ def tune_tasks(
     notify: Callable[[str], None] = logger.info,
     measurer: measure.Measurer | None = None,
 ) -> TuneReport:
-    """:func:`tune` for tasks, with their weights, without a network; a `measurer` is running already, None starts one here."""
+    """:func:`tune` for tasks with their weights, without a network; a given `measurer` is already running, None starts one."""
     return _Tuning(device, Path(out), config, resume, warm_start, progress, notify).run(name, tasks, measurer)[0]
 
 
 class _Tuning:
-    """A tuning that can begin: all that may be refused is refused here, before a network is imported, which takes a while."""
+    """A tuning that can begin: it checks all options first, before a network is imported, which takes a while."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class _Tuning:
         report: Callable[[Progress], None],
         say: Callable[[str], None],
     ) -> None:
-        import_tvm()  # where it is missing that is said at once
+        import_tvm()  # raises at once if TVM is missing
         self._executor: Executor | None = None
         if config.ray is not None:
             from cdmpp.profiler import ray
@@ -112,7 +112,7 @@ class _Tuning:
             self._executor = rpc.connect(config.rpc, config.key, self.device, config.shards or config.workers)
         else:
             self.device = measure.device_of_this_machine(device, config.workers, config.gpu)
-        self.here = self._executor is None  # the device
+        self.here = self._executor is None  # whether the device is on this machine
         self._cores: tuple[tuple[int, ...], ...] | None = None
         if config.shards is not None:
             from cdmpp.tuner.workers import worker_cores
@@ -131,13 +131,13 @@ class _Tuning:
         self._earlier, self._report, self.say = earlier, report, say
 
     def _meter(self) -> measure.EnergyMeter | None:
-        """A new one of the device, where it is here and counts."""
+        """A new energy meter of the device; None if the device is not here or has no counter."""
         return None if self._config.gpu or not self.here else measure.energy_meter(self.device)
 
     def run(
         self, name: str, tasks: Sequence[tuple[Task, float]], measurer: measure.Measurer | None = None
     ) -> tuple[TuneReport, Any]:
-        """Tune; gives the MetaSchedule database besides."""
+        """Tune, and return the report and the MetaSchedule database."""
         config, device, cores, models = self._config, self.device, self._cores, self._models
         settings = {"network": name, "cost_model": config.cost_model, "seed": config.seed}
         tuners, tasks = session.make_tuners(tasks, device, config, self.say)
@@ -176,14 +176,14 @@ class _Tuning:
 
                 guard = models[1]
                 if guard is not None and guard.validity.model is not None:
-                    # it was read or trained here: not again by every worker
+                    # it was loaded or trained here: the workers need not do it again
                     config = replace(config, validity=guard.validity.model)
                 stopped, found = tune_with_workers(
                     tuners, tasks, store, measurer, progress, config, device, cores, self._earlier, self.say
                 )
                 learned = _together(found)
-            # Tasks that no schedule makes faster are in the database as they run untuned; not before the search has ended,
-            # which cannot mutate a trace with no choice in it (a resumed tuning makes the database anew without it).
+            # Tasks that no schedule makes faster enter the database untuned. This waits until the search has ended, because it
+            # cannot mutate a trace without sampling decisions (a resumed tuning rebuilds the database without them).
             for tuner, state in zip(tuners, progress.states, strict=True):
                 untuned_s = state.untuned_s
                 if untuned_s is not None and untuned_s == state.latency_s and (candidate := tuner.untuned_candidate()):
@@ -209,7 +209,7 @@ class _Tuning:
 
 
 def _together(learned: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the workers' cost models learned, each of its own tasks; empty for TVM's."""
+    """What the workers' cost models learned, each from its own tasks; empty for TVM's cost models."""
     workers = [found for found in learned if found]
     if not workers:
         return {}

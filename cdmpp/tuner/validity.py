@@ -1,7 +1,7 @@
-"""Which programs run on a device: learned from failures, and used to begin a search and to skip candidates. After Rieber et
-al., "HW-Aware Initialization of DNN Auto-Tuning to Improve Exploration Time and Robustness" (2022). Theirs is a check of one
-accelerator's rules; here P(valid | program, device) is learned: gradient-boosted trees on the compact AST and the device's
-limits, and, while tuning, a few more on what works and what fails here."""
+"""Predicts which programs run on a device, learned from failures, to choose a search's first candidates and to skip others.
+After Rieber et al., "HW-Aware Initialization of DNN Auto-Tuning to Improve Exploration Time and Robustness" (2022), who check
+the rules of one accelerator. Here P(valid | program, device) is learned: gradient-boosted trees on the compact AST and the
+device's limits, and, while tuning, a few more trees on the programs that worked and failed on this device."""
 
 from __future__ import annotations
 
@@ -32,50 +32,50 @@ FloatArray = NDArray[np.float64]
 Features = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
-#: A folder of programs that a CUDA compiler judged (``data/validity-cuda``): its table, and the programs as a dataset.
+#: Contents of a folder of programs judged by a CUDA compiler (``data/validity-cuda``): its table, and the programs' dataset.
 VERDICTS_FILE, PROGRAMS_FOLDER = "validity.parquet", "programs"
 
-#: The trees that ship, of all of ``data/validity-cuda``.
+#: The shipped trees, trained on all of ``data/validity-cuda``.
 _SHIPPED = Path(__file__).with_name("validity_cuda.json")
-#: The trees. XGBoost would start from the rows' mean: one margin, whatever the rows, needs no fitting.
+#: Parameters of the trees. By default XGBoost starts from the rows' mean: a fixed ``base_score`` needs no fitting.
 _TREES: dict[str, Any] = {
     "max_depth": 5, "eta": 0.1, "min_child_weight": 2.0, "subsample": 0.8, "colsample_bytree": 0.5,
     "tree_method": "hist", "objective": "binary:logistic", "base_score": 0.5, "nthread": 1, "verbosity": 0,
 }  # fmt: skip
 _NUMBER = 60
-#: Log odds are kept within this: no count of programs seen makes another one certain.
+#: Log odds are clipped to this: no number of programs seen makes another one certain.
 _MOST_LOG_ODDS = 6.0
-#: The trees that learn while tuning: together they move log odds by 3 at most, where all records agree.
+#: Parameters of the trees that learn while tuning: together they move log odds by at most 3, if all records agree.
 _SMALL_TREES: dict[str, Any] = {**_TREES, "max_depth": 3, "eta": 0.15, "min_child_weight": 0.0, "subsample": 1.0}
 _NUMBER_SMALL = 20
-#: Records that they learn from, the latest.
+#: Number of latest records that these trees learn from.
 _MAX_RECORDS = 1024
-#: Log odds of a program without a model: nine of ten work, which the first failures soon correct.
+#: Log odds of a program if there is no model: nine of ten work, which the first failures soon correct.
 _WITHOUT_MODEL = float(np.log(9.0))
-#: Candidates less likely valid than this are not measured and have a score of 0; first candidates are at least so likely.
+#: Candidates with a lower P(valid) are not measured and have a score of 0; the least P(valid) of first candidates.
 SKIP_BELOW, _LIKELY = 0.2, 0.5
-#: So many of a round are measured all the same, the likeliest: the model may be wrong, and only measurements tell.
+#: So many candidates of a round, the likeliest, are always measured: the model may be wrong, and only measurements show it.
 _PROBES = 2
-#: Random programs that a task's first candidates are chosen from, and the part of them with the lowest predicted latency.
+#: Random programs to choose a task's first candidates from, and the fraction with the lowest predicted latency to use.
 SAMPLED, _FASTEST = 128, 0.25
-#: Programs whose features are kept while tuning: some 50 MB.
+#: Programs whose features are cached while tuning: some 50 MB.
 _CACHED = 20_000
-#: Programs whose leaves are in memory in double precision at a time.
+#: Programs whose leaves are in memory at a time in double precision.
 _CHUNK = 2048
 
 # -- what the model sees ---------------------------------------------------------------------------------------
 
-#: Leaf features that are of the whole program: all leaves repeat them.
+#: Leaf features that describe the whole program: all leaves have the same values.
 _OF_PROGRAM = tuple(name for name in LEAF_FEATURES if name.startswith("program_"))
 
-#: What a block, thread or multiprocessor may take; of the architecture's (:class:`~cdmpp.profiler.gpu.limits.ArchLimits`)
-#: all but the first two.
+#: Resource limits of a block, thread or multiprocessor; all but the first two are the architecture's
+#: (:class:`~cdmpp.profiler.gpu.limits.ArchLimits`).
 LIMITS: tuple[str, ...] = (
     "is_gpu", "warp_size", "threads_per_block", "threads_per_sm", "shared_static_bytes", "shared_optin_bytes",
     "shared_per_sm_bytes", "registers_per_thread", "registers_per_block", "registers_per_sm", "async_copies",
 )  # fmt: skip
-#: What a program asks for -> the limit that it meets. Registers are guessed twice: from the arrays that a thread
-#: allocates, and with what the straight-line code touches.
+#: A program's demand -> the limit that applies to it. Registers are estimated in two ways: from the arrays that a thread
+#: allocates, and from the elements that the straight-line code touches.
 _DEMANDS: dict[str, str] = {
     "threads": "threads_per_block",
     "shared": "shared_static_bytes",
@@ -85,7 +85,7 @@ _DEMANDS: dict[str, str] = {
     "block_local_registers": "registers_per_block",
     "block_tile_registers": "registers_per_block",
 }
-#: Columns of :func:`validity_features`. Nothing names a device: a model that learned from some is asked about others by
+#: Columns of :func:`validity_features`. None identifies a device: a model trained on some devices predicts for others from
 #: their limits.
 VALIDITY_FEATURES: tuple[str, ...] = (
     *(f"sum_{name}" for name in LEAF_FEATURES if name not in _OF_PROGRAM),
@@ -99,8 +99,8 @@ _N_POOLED = len(VALIDITY_FEATURES) - len(LIMITS) - len(_DEMANDS) - 1
 
 
 def limits_of(where: Device | str) -> dict[str, float]:
-    """Limits of a device or an NVIDIA architecture such as ``sm_86`` (ProfilerError: not in the table); NaN is unknown, or
-    there is none."""
+    """Limits of a device or of an NVIDIA architecture such as ``sm_86`` (ProfilerError if it is not in the table); NaN for a
+    limit that is unknown or does not exist."""
     limits = dict.fromkeys(LIMITS, np.nan)
     if not isinstance(where, str) and where.kind != "gpu":
         return {**limits, "is_gpu": 0.0}
@@ -116,8 +116,8 @@ def limits_of(where: Device | str) -> dict[str, float]:
 
 
 def validity_features(asts: Sequence[CompactAST], where: Device | str) -> Features:
-    """Programs on a device or an architecture, float32 (n, len(VALIDITY_FEATURES)), n >= 1; NaN for what is unknown. An
-    architecture has no clock, and so no analytical estimate, by which programs run into a timeout."""
+    """Features of programs on a device or an architecture, float32 (n, len(VALIDITY_FEATURES)), n >= 1; NaN if unknown. An
+    architecture has no clock rate, and so no analytical latency estimate, which is the feature that predicts timeouts."""
     limits = limits_of(where)
     out = np.empty((len(asts), len(VALIDITY_FEATURES)), dtype=np.float32)
     for start in range(0, len(asts), _CHUNK):
@@ -131,12 +131,12 @@ def validity_features(asts: Sequence[CompactAST], where: Device | str) -> Featur
 
 
 def pooled(features: Features) -> Features:
-    """The columns of :func:`validity_features` that are the program's alone: what programs differ in."""
+    """The columns of :func:`validity_features` that depend only on the program."""
     return features[:, :_N_POOLED]
 
 
 def _pool(asts: Sequence[CompactAST]) -> FloatArray:
-    """Signed logarithms of the sums and maxima of all leaf features, and once of what leaves say of their whole program."""
+    """Signed logarithms of the sums and maxima of the leaf features, and of the features of the whole program, once each."""
     leaves = np.concatenate([ast.leaves for ast in asts]).astype(np.float64)
     starts = np.cumsum([0, *(ast.n_leaves for ast in asts[:-1])])
     own = np.array([name not in _OF_PROGRAM for name in LEAF_FEATURES])
@@ -146,11 +146,11 @@ def _pool(asts: Sequence[CompactAST]) -> FloatArray:
 
 
 def _demands(asts: Sequence[CompactAST], limits: Mapping[str, float]) -> FloatArray:
-    """How much of a device's limits programs take, logarithms, (n, demands), NaN where there is no limit."""
+    """Logarithms of programs' demands relative to a device's limits, (n, demands); NaN if there is no limit."""
     taken = []
     for ast in asts:
         threads = ast.column("thread_idx")
-        # elements that one thread's straight-line code touches, of the leaf that touches most
+        # elements that one thread's straight-line code touches, for each leaf
         touched = (ast.column("tile_outputs") + ast.column("tile_inputs")) / np.maximum(threads, 1.0)
         shared, local = ast.column("program_shared")[0], ast.column("program_local")[0] / 4
         most, tile = threads.max(), touched.max()
@@ -164,7 +164,7 @@ def _demands(asts: Sequence[CompactAST], limits: Mapping[str, float]) -> FloatAr
 
 @dataclass(frozen=True)
 class ValidityData:
-    """Programs that work and that do not."""
+    """Programs that work and programs that do not."""
 
     #: Columns ``program, task, device, valid``, index 0..n-1; ``device`` is a device or an architecture such as ``sm_86``.
     table: pd.DataFrame
@@ -175,7 +175,7 @@ class ValidityData:
 
     @property
     def valid(self) -> NDArray[np.bool_]:
-        """Whether each works, (n,)."""
+        """Whether the program of each row works, (n,)."""
         return self.table["valid"].to_numpy(dtype=bool)
 
     @cached_property
@@ -188,15 +188,15 @@ class ValidityData:
         return out
 
     def of(self, device: Device) -> ValidityData:
-        """The rows of a device and of its architecture; all where there are none of them."""
+        """The rows of a device and of its architecture; all rows if there are no such rows."""
         own = self.table["device"].isin([device.name, device.base, str(device.target.get("arch", ""))])
         return ValidityData(self.table[own].reset_index(drop=True), self.asts) if own.any() else self
 
 
 def read_validity(folders: Sequence[str | Path]) -> ValidityData:
-    """Rows of folders, which are datasets, folders of them, or programs that a compiler judged (``data/validity-cuda``). A
-    program that ran once on a device works there; lost devices and unscheduled tasks say nothing. DatasetError where a folder
-    cannot be read, or there is no row."""
+    """Rows from folders, which are datasets, folders of them, or programs judged by a compiler (``data/validity-cuda``). A
+    program that ran once on a device works there. Records of lost devices and of unscheduled tasks are left out. Raises
+    DatasetError if a folder cannot be read, or there is no row."""
     tables, asts = [], dict[str, CompactAST]()
     for folder in map(Path, folders):
         judged = (folder / VERDICTS_FILE).exists()
@@ -215,7 +215,7 @@ def read_validity(folders: Sequence[str | Path]) -> ValidityData:
     table = table[table["program"].isin(list(asts))]
     if table.empty:
         raise DatasetError("no record to learn validity from")
-    # "ok" first, so that it is what stays of several records
+    # valid rows first, so that one of them is kept of several records
     table = table.sort_values("valid", ascending=False, kind="stable").drop_duplicates(["program", "device"])
     return ValidityData(table.sort_index().reset_index(drop=True), asts)
 
@@ -227,17 +227,17 @@ class ValidityModel:
     """P(valid | program, device)."""
 
     def __init__(self) -> None:
-        #: An ``xgboost.Booster``, or None where every row was alike: then all log odds are ``constant_``.
+        #: An ``xgboost.Booster``, or None if all rows had the same label: then all log odds are ``constant_``.
         self.trees_: Any = None
         self.constant_ = 0.0
 
     def fit(self, data: ValidityData, rows: IntArray | None = None) -> ValidityModel:
-        """Learn from rows (all of them if None) and nothing else; gives itself. PredictorError without rows."""
+        """Train from scratch on rows (all of them if None), and return itself. PredictorError without rows."""
         rows = np.arange(len(data)) if rows is None else np.asarray(rows)
         if not len(rows):
             raise PredictorError("a validity model needs rows to learn from")
         valid = data.valid[rows]
-        # Laplace's rule of succession keeps the probability from 0 and 1
+        # Laplace's rule of succession keeps the probability away from 0 and 1
         self.constant_ = float(np.log((valid.sum() + 1) / ((~valid).sum() + 1)))
         self.trees_ = None
         if not valid.all() and valid.any():
@@ -254,8 +254,8 @@ class ValidityModel:
 
 
 def train_validity(folders: Sequence[str | Path], device: Device | None = None) -> ValidityModel:
-    """A model that learned from folders (see :func:`read_validity`, also for errors): of the programs on `device` or its
-    architecture alone, where there are such."""
+    """A model trained on folders (see :func:`read_validity`, also for errors). It uses only the programs on `device` or its
+    architecture, if there are any."""
     data = read_validity(folders)
     return ValidityModel().fit(data if device is None else data.of(device))
 
@@ -264,8 +264,8 @@ def train_validity(folders: Sequence[str | Path], device: Device | None = None) 
 
 
 class OnlineValidity:
-    """P(valid) on one device, with what was seen on it. The model stays as it was trained (None: nothing is known); a few small
-    trees, grown anew on the tuning's records from its log odds (XGBoost's base margin), say how far it is off."""
+    """P(valid) on one device, corrected by the tuning's records. The model stays as it was trained (None: there is none). A few
+    small trees learn its error: they start from its log odds (XGBoost's base margin), and are refitted to new records."""
 
     def __init__(self, model: ValidityModel | None, device: Device, seed: int = 0) -> None:
         self.model, self.device = model, device
@@ -278,7 +278,7 @@ class OnlineValidity:
         return len(self._records)
 
     def features(self, asts: Sequence[CompactAST]) -> Features:
-        """Programs, n >= 1, as :meth:`predict` and :meth:`learn` take them: float32 (n, d)."""
+        """Features of n >= 1 programs, for :meth:`predict` and :meth:`learn`: float32 (n, d)."""
         return validity_features(asts, self.device)
 
     def predict(self, features: Features) -> FloatArray:
@@ -290,7 +290,7 @@ class OnlineValidity:
         return p
 
     def learn(self, programs: Sequence[str], features: Features, valid: Sequence[bool] | NDArray[np.bool_]) -> None:
-        """Take programs (their hashes) that worked or failed, and correct the model by all records so far."""
+        """Add programs (by their hashes) that worked or failed, and refit the correction to the latest records."""
         for program, row, works in zip(programs, features, valid, strict=True):
             self._records.pop(program, None)
             self._records[program] = (row, bool(works))
@@ -312,13 +312,13 @@ class OnlineValidity:
 def initial_population(
     z: Features, p_valid: FloatArray, n: int, *, log_s: FloatArray | None = None, seed: int = 0
 ) -> IntArray:
-    """Choose `n` of many random programs to begin a search with, as rows, int64 (min(n, m),): of the likely valid (or the
-    likeliest, where fewer than `n` are) the part with the lowest predicted latency, and of that the nearest to the centres of
-    `n` clusters: they stand for the others, while the programs farthest from each other would be the space's odd ones. `z` (m,
-    d) are pooled features; `log_s` (m,), log of the predicted seconds, is None where nothing is known of the device."""
+    """Choose `n` of many random programs to begin a search with, as row indices, int64 (min(n, m),). Of the programs that are
+    likely valid it takes the fraction with the lowest predicted latency, and of these the nearest to the centres of `n`
+    clusters, which represent the others; programs farthest from each other would be outliers. If fewer than `n` are likely
+    valid it takes the likeliest. `z` (m, d): pooled features; `log_s` (m,): log of predicted seconds, None if unknown."""
     rows = np.flatnonzero(p_valid >= _LIKELY)
     if len(rows) < n:
-        # A random order first, so that equal ones are not taken by their number.
+        # A random order first, so that ties are not broken by index.
         order = np.random.default_rng(seed).permutation(len(p_valid))
         return order[np.argsort(-p_valid[order], kind="stable")][:n].astype(np.int64)
     if log_s is not None:
@@ -329,7 +329,7 @@ def initial_population(
 
 
 def _representatives(z: Features, rows: IntArray, n: int, seed: int) -> IntArray:
-    """The row nearest to each of `n` centres (k-means on standardised columns); others fill up where centres agree."""
+    """The row nearest to each of `n` centres (k-means on standardised columns), and other rows if centres share a row."""
     from sklearn.preprocessing import StandardScaler
 
     from cdmpp.predictor.selection import distances_to_centres, nearest
@@ -339,14 +339,14 @@ def _representatives(z: Features, rows: IntArray, n: int, seed: int) -> IntArray
 
 
 class ValidityGuard:
-    """Keeps a search from what will not run, and learns from what did not; `seed` draws the first candidates."""
+    """Keeps a search from programs that will not run, and learns from failures; `seed` is for sampling the first candidates."""
 
     def __init__(self, validity: OnlineValidity, seed: int = 0) -> None:
         self.validity, self._seed = validity, seed
         self._cache: CandidateCache[Features] = CandidateCache(lambda asts: list(validity.features(asts)), _CACHED)
 
     def probability(self, measures: Sequence[Any]) -> FloatArray:
-        """P(valid) of MetaSchedule's candidates of one task, float64 (n,); 1 for what has no AST to judge by."""
+        """P(valid) of MetaSchedule's candidates of one task, float64 (n,); 1 for candidates whose AST cannot be read."""
         known, features = self._features(measures)
         out = np.ones(len(measures))
         if known:
@@ -361,21 +361,21 @@ class ValidityGuard:
         return likely
 
     def scores(self, measures: Sequence[Any], scores: FloatArray) -> FloatArray:
-        """Expected scores, float64 (n,): an invalid program is worth nothing."""
+        """Expected scores, float64 (n,): an invalid program has a score of 0."""
         p = self.probability(measures)
         # TVM's models may predict slightly negative throughputs.
         return np.where(p < SKIP_BELOW, 0.0, p * np.maximum(scores, 0.0))
 
     def learn(self, measures: Sequence[Any], worked: Sequence[bool]) -> None:
-        """Take what became of candidates of one task."""
+        """Learn whether candidates of one task worked."""
         known, features = self._features(measures)
         if known:
             hashes = hashes_of(measures)
             self.validity.learn([hashes[i] for i in known], features, [worked[i] for i in known])
 
     def initial(self, tuner: TaskTuner, n: int, cost_model: Any = None) -> list[Candidate]:
-        """The first candidates of a task, at most `n`: likely valid, unlike each other, and of the fastest that a cost
-        model with a trained predictor foresees."""
+        """The first candidates of a task, at most `n`: likely valid, unlike each other, and, if the cost model has a predictor
+        trained on the device, among those predicted fastest."""
         candidates = tuner.sample(SAMPLED, self._seed)
         measures = [candidate.measure for candidate in candidates]
         known, features = self._features(measures)
@@ -388,21 +388,21 @@ class ValidityGuard:
         return [candidates[known[i]] for i in chosen]
 
     def _features(self, measures: Sequence[Any]) -> tuple[list[int], Features]:
-        """Numbers of the candidates that can be read, and their features."""
+        """Indices of the candidates that can be read, and their features."""
         rows = self._cache.get(hashes_of(measures), funcs_of(measures))
         return list(rows), np.array(list(rows.values()), dtype=np.float32)
 
 
 def shipped_model() -> ValidityModel:
-    """The model of CUDA programs that ships."""
+    """The shipped model of CUDA programs."""
     model = ValidityModel()
     model.trees_ = xgb.Booster(model_file=_SHIPPED)
     return model
 
 
 def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) -> ValidityGuard:
-    """The guard of a tuning by a model, or by one learned from a folder of failures (DatasetError as of :func:`read_validity`);
-    ``"default"`` is the model that ships, ``"online"`` starts from nothing."""
+    """The guard of a tuning, with a given model or one trained on a folder of failures (DatasetError as in
+    :func:`read_validity`); ``"default"`` is the shipped model, ``"online"`` starts without a model."""
     if validity == "default":
         model: ValidityModel | None = shipped_model()
     elif isinstance(validity, str | Path):

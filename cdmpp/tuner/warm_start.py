@@ -1,6 +1,6 @@
-"""Records of earlier tunings and collections of the same tasks as the start of a new one. Those of the same device teach the
-cost model; the best, whatever the device, are measured first: their labels are not trusted to hold here and now, their
-schedules are. Of kept tunings those of the device are taken, else of the nearest."""
+"""Starts a tuning from records of the same tasks, of earlier tunings and collections. Records of the same device train the
+cost model. The best programs of any device are measured first: their schedules are reused, but their labels may not hold here
+and now. From the kept tunings it takes those of the device, or else those of the nearest device."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from cdmpp.tuner.config import AUTO
 
 logger = logging.getLogger(__name__)
 
-#: Device features that differ by less than this between all devices do not tell them apart.
+#: Device features with a smaller standard deviation over all devices count as constant.
 _CONSTANT_STD = 1e-6
-#: Programs of a task to measure before any search.
+#: Number of a task's programs to measure before any search.
 _FIRST = 4
 
 
 @dataclass(frozen=True)
 class _Earlier:
-    """A program of a task that is tuned, measured earlier."""
+    """A program, measured earlier, of one of the tasks to tune; `here` is whether it was measured on this device."""
 
     candidate: Candidate
     latency_s: float | None
@@ -50,10 +50,10 @@ def warm_start(
     cost_model: Any,
     say: Callable[[str], None],
 ) -> tuple[dict[str, list[Candidate]], int]:
-    """Teach a cost model from earlier records, and choose what to measure first. `paths` are dataset folders (or folders of
-    them), tuning folders, folders of a MetaSchedule JSON database, or :data:`AUTO`; `tuners` are by their task's hash. Gives,
-    by task, candidates to measure before any search, best first, at most four; and how many records it learned from. TunerError
-    for a database that this TVM does not read, DatasetError for a path that is none of these."""
+    """Train a cost model on earlier records, and choose the programs to measure first. `paths` are dataset folders (or folders
+    of them), tuning folders, folders of a MetaSchedule JSON database, or :data:`AUTO`; `tuners` are by their task's hash.
+    Returns, by task, at most four candidates to measure before any search, best first; and the number of records learned from.
+    Raises TunerError for a database that this TVM does not read, DatasetError for a path that is none of these."""
     earlier = defaultdict[str, dict[str, _Earlier]](dict)
     first: dict[str, list[Candidate]] = {}
     learned = 0
@@ -75,7 +75,7 @@ def warm_start(
             cost_model.update(tuners[task].context, [e.candidate.measure for e in here], results)
             learned += len(here)
         ran = [e for e in entries.values() if e.latency_s is not None]
-        # what was measured here first, then by latency: other devices' order is only a hint
+        # programs measured on this device first, then by latency: the order on other devices is only a hint
         ran.sort(key=lambda e: (not e.here, e.latency_s))
         if ran:
             first[task] = [e.candidate for e in ran[:_FIRST]]
@@ -85,7 +85,7 @@ def warm_start(
 def _of_dataset(view: DatasetView, tuners: Mapping[str, TaskTuner], device: Device) -> Iterator[_Earlier]:
     frame = view.records
     frame = frame[frame["task"].isin(list(tuners))]
-    # records of this device count, where there are others of the same program too
+    # of several records of a program, one of this device is used
     frame = frame.assign(here=frame["device"] == device.name).sort_values("here", kind="stable")
     rows = {str(row.program): row for row in frame.itertuples()}
     for candidate in stored.replayed(view, list(rows), tuners):
@@ -122,7 +122,7 @@ def _same_target(target: Any, wanted: Mapping[str, Any]) -> bool:
 
 
 def kept_programs(tuners: Mapping[str, TaskTuner], device: Device, say: Callable[[str], None]) -> Iterator[_Earlier]:
-    """Programs kept of tasks, by this TVM: those of the device, or else of the nearest one that has some."""
+    """Kept programs of tasks, made by this TVM: for each task those of the device, or else of the nearest device with some."""
     others, lost = 0, 0
     for task, tuner in tuners.items():
         found: dict[str, dict[str, Any]] = {}
@@ -152,8 +152,8 @@ def kept_programs(tuners: Mapping[str, TaskTuner], device: Device, say: Callable
 
 
 def nearest_device(name: str, vectors: Mapping[str, NDArray[np.float64]]) -> str:
-    """The device whose features (device name -> raw :func:`cdmpp.device.device_features`) are nearest to a device's, as
-    logarithms standardised over the devices; a feature that one of two devices lacks tells nothing of them."""
+    """The device nearest to the device `name`, by features (device name -> raw :func:`cdmpp.device.device_features`) as
+    logarithms standardised over the devices; a feature that one of two devices lacks is ignored in their distance."""
     others = sorted(set(vectors) - {name})
     if not others or name not in vectors:
         raise PredictorError(f"there is no device to compare {name} with")

@@ -1,7 +1,7 @@
-"""A network's tasks tuned by several workers at once, after Dhakal et al., who share a GPU's multiprocessors in space. A worker
-is a process that searches (:class:`~cdmpp.tuner.session.Searches`) for its part of the tasks, on cores of its own. This side
-has a session for each, in a thread, and one queue of programs to measure, store, and progress. What was measured is kept at
-once: a worker that dies costs what it was searching for."""
+"""Tunes a network's tasks with several workers at once, after Dhakal et al., who share a GPU's multiprocessors in space. A
+worker is a process that searches (:class:`~cdmpp.tuner.session.Searches`) for its part of the tasks, on its own cores. The main
+process has a session for each worker, in a thread; all share one queue of programs to measure, one store and one progress.
+Measurements are stored at once: if a worker dies, only its current search is lost."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from cdmpp.tuner.session import Searches, TuningSession, make_models, make_tuner
 
 logger = logging.getLogger(__name__)
 
-#: Of sums of shares that are written in decimals.
+#: Tolerance for sums of shares that are written in decimals.
 _ROUNDING = 1e-6
-#: A worker is started so often.
+#: Number of times that a worker is started, at most.
 _LIVES = 3
 
 
 def worker_cores(device: Device, shards: int | str, elsewhere: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Cores of each of several workers that each get a whole share; of as many as fit for ``"auto"``. For a GPU, and where
-    shares are `elsewhere` (how many), they are those that the workers search on. TunerError where so many do not fit on the
-    GPU, on the cores that this process may use, or elsewhere."""
+    """Cores of each of several workers that each get a whole share of the device; ``"auto"`` is as many workers as fit. For a
+    GPU, and if the shares are `elsewhere` (their number), these are the cores that the workers search on. Raises TunerError if
+    so many do not fit on the GPU, on the cores that this process may use, or elsewhere."""
     cores, gpu = machine.usable_cores(), device.kind == "gpu"
     if elsewhere is not None:
         if shards != "auto" and not 1 <= int(shards) <= elsewhere:
@@ -67,11 +67,11 @@ def worker_cores(device: Device, shards: int | str, elsewhere: int | None = None
 
 
 def partition(tasks: Sequence[tuple[Task, float]], parts: int) -> list[list[int]]:
-    """Numbers of tasks for each of several workers, none without one: the heaviest first, to the worker with least work."""
+    """Indices of the tasks of each worker, at least one each: the heaviest task first, each to the worker with least work."""
     found: list[list[int]] = [[] for _ in range(min(parts, len(tasks)))]
     loads = [0.0] * len(found)
     for number in sorted(range(len(tasks)), key=lambda i: -work(*tasks[i])):
-        # a task without operations is work too
+        # on equal loads the number of tasks decides: a task without operations is work too
         least = min(range(len(found)), key=lambda i: (loads[i], len(found[i])))
         found[least].append(number)
         loads[least] += work(*tasks[number])
@@ -87,9 +87,9 @@ def run_worker(
     earlier: Sequence[str | Path],
     folder: Path,
 ) -> None:
-    """Answer calls of :class:`~cdmpp.tuner.session.Searches` (runs in its own process), each with what it gives or an error,
-    seconds of CPU, records for the database as (task, ``TuningRecord.as_json``), and lines to say; the folder is the tuning's.
-    """
+    """Answer method calls on :class:`~cdmpp.tuner.session.Searches` (runs in its own process). An answer is the result or an
+    error, CPU seconds, records for the database as (task, ``TuningRecord.as_json``), and messages to show. `folder` is the
+    tuning's."""
     machine.die_with_parent()
     machine.pin(cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))
@@ -125,7 +125,7 @@ def run_worker(
 
 
 class _Remote:
-    """Searches in a worker (`start`: :func:`run_worker`'s arguments), started anew when it dies, as often as it has lives."""
+    """Proxy for the searches in a worker (`start`: :func:`run_worker`'s arguments); restarts it when it dies, a few times."""
 
     def __init__(
         self,
@@ -142,10 +142,10 @@ class _Remote:
         self._reason = "killed"
 
     def begin(self) -> bool:
-        """Wait until the worker has learned what there is, as long as the budget allows; whether it has."""
+        """Wait, within the time budget, until the worker has learned from the existing records; returns whether it has."""
         if not self._process.connection.poll(self._progress.time_left_s):
             return False
-        with contextlib.suppress(WorkerDied):  # heard of at the next call
+        with contextlib.suppress(WorkerDied):  # the next call raises it again
             self._call("")
         return True
 
@@ -184,7 +184,7 @@ class _Remote:
         return found
 
     def kill(self, lives: int = 0) -> None:
-        """End the process, for good without lives."""
+        """End the process; it can be restarted `lives` times."""
         self._lives = lives
         self._process.kill()
 
@@ -201,8 +201,8 @@ def tune_with_workers(
     earlier: Sequence[str | Path],
     say: Callable[[str], None],
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Tune until the objective is reached, or nothing is left to try: says which, and what each cost model learned. TunerError
-    where no worker stays alive; other errors as measuring or a worker says that it cannot go on."""
+    """Tune until the objective is reached or nothing is left to try; returns the reason, and what each cost model learned.
+    Raises TunerError if no worker stays alive, and the errors with which measuring or a worker cannot go on."""
     parts, learned = partition(tasks, len(cores)), list[dict[str, Any]]()
     say(f"{len(parts)} workers at the same time, each on a {device.name} of its own")
     limits = (config.objective.trials, config.objective.max_measurements or config.objective.trials)
@@ -228,7 +228,7 @@ def tune_with_workers(
                 start = (cores[number], [tasks[i] for i in part], device, config, earlier, store.folder)
                 searches = _Remote(number, start, tuners, store, progress, say)
                 session = TuningSession({i: tuners[i] for i in part}, searches, measurer, progress, config)
-                # a round for each of its tasks, however slowly it begins
+                # enough for a round of each of its tasks, so that a worker that begins slowly gets them too
                 session.reserved = max(0, min(share, max(share // 2, config.batch * len(part))))
                 sessions.append(session)
             for session in sessions:
@@ -243,7 +243,7 @@ def tune_with_workers(
             ended.set()
             for session in sessions:
                 session.searches.kill()
-            # nobody is left who waits for what is still being measured
+            # nothing waits any more for the programs still being measured
             measurer.abort()
     if deaths and not learned:
         raise TunerError(

@@ -1,4 +1,4 @@
-"""Public measurements in the form of our own datasets."""
+"""Importers that turn public measurements into datasets of cdmpp."""
 
 from cdmpp.dataset.importers.benchmark_hub import import_benchmark_hub
 from cdmpp.dataset.importers.common import ImportReport

@@ -1,8 +1,8 @@
-"""The AutoTuning Association's benchmark hub as a dataset of scheduled GPU programs.
+"""Imports the AutoTuning Association's benchmark hub as a dataset of scheduled GPU programs.
 
 A row is a configuration of a kernel on a GPU: its parameters, and its latency or why there is none. It becomes the scheduled
-TIR program it stands for (:mod:`cdmpp.program.kernels`), stored as the kernel's name and the parameters' values. Every
-configuration is a program of its own, whichever GPUs it ran on; configurations that did not compile or run are failure records.
+TIR program that it stands for (:mod:`cdmpp.program.kernels`), stored as the kernel's name and the values of its parameters.
+Each configuration is one program for all GPUs it ran on. Configurations that did not compile or run become failure records.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 COLUMNS: tuple[str, ...] = ("kernel", "gpu", "problem_size", "status", "latency_ms")
 
-#: How its files are read (``importers.yaml``).
+#: How the hub's files are read (``importers.yaml``).
 _HOW: Mapping[str, Any] = shipped_table("dataset/importers/importers.yaml")["benchmark_hub"]
 
 
@@ -55,9 +55,9 @@ def import_benchmark_hub(
 ) -> common.ImportReport:
     """Import parquet or CSV files with :data:`COLUMNS` and one ``p_...`` column for each parameter into a new dataset.
 
-    ``limit`` takes so many rows of each file, spread evenly; ``table`` are the devices that are known, None for
-    :func:`cdmpp.device.load_table`. DatasetError: a file cannot be read, lacks a column, or has a latency that physics rules
-    out (the row is named), or the folder is a dataset already. UnknownDeviceError: a device is not in the table."""
+    ``limit`` is the maximum number of rows per file, spread evenly; ``table`` holds the known devices (None:
+    :func:`cdmpp.device.load_table`). DatasetError if a file cannot be read, lacks a column, or has a physically impossible
+    latency (the row is named), or the folder is a dataset already. UnknownDeviceError if a device is not in the table."""
     found = common.Import(paths, out, table, progress)
     groups: list[_Group] = []
     for path, frame in found.frames:
@@ -65,7 +65,7 @@ def import_benchmark_hub(
         groups.extend(_groups(path, common.evenly(frame, limit), found))
     for group in groups:
         group.check()
-    # None where parameters make no program
+    # None if the parameters make no program
     configurations: dict[tuple[str, str], Program | None] = {}
     for group in groups:
         _add(group, found, configurations)
@@ -77,7 +77,7 @@ def import_benchmark_hub(
 
 @dataclass(frozen=True)
 class _Group:
-    """The rows of one kernel, problem and GPU; ``values`` are those of the parameters, in columns."""
+    """The rows of one kernel, problem and GPU; ``values`` has the values of the parameters, one column for each."""
 
     path: Path
     kernel: _Kernel
@@ -87,12 +87,12 @@ class _Group:
     values: pd.DataFrame
 
     def name(self, i: int) -> str:
-        """Row `i`, for people."""
+        """Describes row `i` for error messages."""
         values = ", ".join(f"{name}={value}" for name, value in self.values.iloc[i].items())
         return f"{self.path}, row {self.rows.index[i]} ({self.rows['kernel'].iloc[i]} {values})"
 
     def check(self) -> None:
-        """Refuse latencies that cannot be: below the roofline by far, or all far above it."""
+        """Refuse impossible latencies: any that is far below the roofline, and the fastest if even that is far above it."""
         ok = np.flatnonzero(self.rows["status"] == "ok")
         if len(ok):
             seconds = self.rows["latency_ms"].to_numpy(dtype=np.float64)[ok] / 1e3
@@ -135,7 +135,7 @@ def _groups(path: Path, frame: pd.DataFrame, found: common.Import) -> Iterator[_
 
 
 def _problem(path: Path, kernel: _Kernel, size: str) -> dict[str, int]:
-    """Arguments of the task, but for those that are columns."""
+    """Arguments of the task, except those that have a column."""
     numbers = common.literal(size, f"{path}, problem_size")
     if not isinstance(numbers, list | tuple) or len(numbers) < len(kernel.sizes):
         raise DatasetError(f"{path}: problem_size {size!r} of {kernel.task} should be {', '.join(kernel.sizes)}")
@@ -159,7 +159,7 @@ def _work(task: str, problem: Mapping[str, int]) -> tuple[float, float]:
 
 
 def _add(group: _Group, found: common.Import, configurations: dict[tuple[str, str], Program | None]) -> None:
-    """Programs and records of a group."""
+    """Add the task, space, programs and records of a group to the import."""
     name = group.kernel.task
     func = generators.build(name, group.problem)
     flops, n_bytes = _work(name, group.problem)
@@ -190,7 +190,7 @@ def _add(group: _Group, found: common.Import, configurations: dict[tuple[str, st
 
 
 def _program(space: Space, values: Sequence[int]) -> Program | None:
-    """The program of a configuration; None where its parameters make none."""
+    """The program of a configuration; None if its parameters make no program."""
     try:
         func = build_program(space, json.dumps(list(values)))
     except ProgramError as err:

@@ -1,4 +1,4 @@
-"""What importers share: reading tables, naming devices, refusing latencies that cannot be, writing the dataset."""
+"""Code shared by importers: reads tables, resolves device names, refuses impossible latencies, writes the dataset."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from cdmpp.device import Device, DeviceTable, load_table
 from cdmpp.errors import DatasetError, UnknownDeviceError
 from cdmpp.program.types import Program, Space, Task
 
-#: One file or several.
+#: Path of one file, or paths of several.
 Paths = str | Path | Sequence[str | Path]
-#: ``what, done, total``: called while an import goes on.
+#: Called with ``what, done, total`` during an import.
 Progress = Callable[[str, int, int], None]
 
-#: A latency below this part of the lower bound is no latency of this operator: the unit, a shape or the device is wrong.
-#: Of NeuSight's 318,781 rows the lowest is at 0.999.
+#: A latency below this fraction of the lower bound cannot be right: the unit, a shape or the device is wrong.
+#: The lowest of NeuSight's 318,781 rows is at 0.999.
 _LOWEST = 0.25
-#: A latency above this many times the bound plus launch is wrong likewise. Of NeuSight's rows the highest is at 26.
+#: A latency above this many times (bound + launch time) cannot be right either. The highest of NeuSight's rows is at 26.
 _HIGHEST = 250.0
-#: Launching a kernel and timing it takes at least some and at most some more seconds.
+#: Minimum and maximum seconds that it takes to launch a kernel and time it.
 _SHORTEST_S, _LAUNCH_S = 5e-7, 5e-5
-#: Peaks that may serve float32 operands.
+#: Peak rates that may apply to float32 operands.
 _FLOAT32_PEAKS = ("float32", "float32_matrix", "tfloat32_matrix")
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What an import made: ``path`` is the dataset, ``records`` counts them by status, ``devices`` are canonical names.
+    """What an import made: ``path`` is the dataset, ``records`` the number of records by status, ``devices`` canonical names.
 
-    ``unknown_operators`` counts the rows or nodes of each that are not in the dataset (nodes are in their graph), ``graphs``
-    are names of networks, ``notes`` what else a reader should know."""
+    ``unknown_operators`` counts, for each operator that cannot be imported, the rows or nodes that are not in the dataset
+    (nodes stay in their graph). ``graphs`` are names of networks, ``notes`` other remarks for the user."""
 
     path: Path
     records: Mapping[str, int]
@@ -57,7 +57,7 @@ class ImportReport:
 
 
 class Import:
-    """An import in the making: the tables that are read, and what was found in them so far."""
+    """An import in progress: the tables to import, and what was found in them so far."""
 
     def __init__(self, paths: Paths, out: str | Path, table: DeviceTable | None, progress: Progress | None) -> None:
         self.out = Path(out)
@@ -76,7 +76,7 @@ class Import:
         self.notes: list[str] = []
 
     def resolve(self, names: Iterable[str], path: Path) -> dict[str, Device]:
-        """Device of every name (UnknownDeviceError says which file has it, and suggests near names)."""
+        """The device of each name. UnknownDeviceError names the file and suggests similar names."""
         try:
             return {name: self._table.get(name) for name in sorted(set(names))}
         except UnknownDeviceError as err:
@@ -91,7 +91,7 @@ class Import:
         return self.report(records, len(self.tasks), len(programs), graphs)
 
     def report(self, records: dict[str, int], tasks: int, programs: int, graphs: Sequence[str] = ()) -> ImportReport:
-        """What was made, and what was found on the way."""
+        """The report: these counts, and the devices, unknown operators and notes collected so far."""
         devices, unknown, notes = sorted(self.devices), dict(self.unknown.most_common()), tuple(self.notes)
         return ImportReport(self.out, records, tasks, programs, devices, unknown, graphs, notes)
 
@@ -99,7 +99,7 @@ class Import:
 def _read_table(path: Path) -> pd.DataFrame:
     try:
         if path.suffix == ".csv":
-            # "inf", short for inference, is not infinity
+            # keep "inf", short for inference, from being read as infinity
             return pd.read_csv(path, dtype={"mode": str, "option": str})
         return pd.read_parquet(path)
     except (OSError, ValueError, ImportError) as err:
@@ -107,14 +107,14 @@ def _read_table(path: Path) -> pd.DataFrame:
 
 
 def require_columns(frame: pd.DataFrame, columns: Iterable[str], path: Path) -> None:
-    """Refuse a table without some column (DatasetError names all that are missing)."""
+    """Raise DatasetError, which names all missing columns, unless the table has all of these columns."""
     missing = [column for column in columns if column not in frame]
     if missing:
         raise DatasetError(f"{path} has no column {', '.join(missing)}; it has {', '.join(map(str, frame.columns))}")
 
 
 def evenly(frame: pd.DataFrame, limit: int | None) -> pd.DataFrame:
-    """All rows, or `limit` spread evenly over them (DatasetError unless the limit is positive)."""
+    """All rows, or `limit` of them, spread evenly (DatasetError if the limit is below 1)."""
     if limit is None or limit >= len(frame):
         return frame
     if limit < 1:
@@ -123,7 +123,7 @@ def evenly(frame: pd.DataFrame, limit: int | None) -> pd.DataFrame:
 
 
 def literal(text: Any, what: str) -> Any:
-    """The Python literal in a cell; what is no text stays (DatasetError if it is none)."""
+    """The value of a cell that holds a Python literal as text (DatasetError if it is none); other values are returned as is."""
     if not isinstance(text, str):
         return text
     try:
@@ -140,16 +140,16 @@ def refuse_implausible(
     name: Callable[[int], str],
     slow: NDArray[np.bool_] | bool = True,
 ) -> None:
-    """Refuse latencies of float32 operators, (n,), that the device's roofline rules out by far.
+    """Refuse latencies of float32 operators, (n,), that are far outside what the device's roofline allows.
 
-    FLOPs are those that the fastest algorithm needs. ``slow`` says which are refused also for being far too slow for a
-    library's operator; the worst of many schedules may be. DatasetError: a latency is missing, not above 0, a quarter of what
-    physics needs or less, or so long that its unit must be wrong; it names the worst row, and how many there are."""
+    FLOPs are those of the fastest algorithm. ``slow`` says which latencies are also refused if they are far too long for a
+    library's operator; the worst of many schedules may be that slow. DatasetError if a latency is missing, not above 0, less
+    than a quarter of its lower bound, or so long that its unit must be wrong. It names the worst row and counts such rows."""
     bad = ~(np.isfinite(latency_s) & (latency_s > 0))
     if bad.any():
         first = int(np.argmax(bad))
         raise DatasetError(f"{name(first)}: the latency is {latency_s[first]}, expected a number above 0")
-    # The roofline with the fastest unit, 0 where the device's row is empty; bytes in the last-level cache may be there already.
+    # Roofline of the fastest unit, 0 if the device table has no peak; data may already be in the last-level cache.
     peaks = [device.peak_gflops[peak] for peak in _FLOAT32_PEAKS if peak in device.peak_gflops]
     bound = flops / (1e9 * max(peaks)) if peaks else np.zeros(len(latency_s))
     if device.bandwidth_gb_s:

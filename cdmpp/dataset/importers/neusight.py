@@ -1,13 +1,13 @@
-"""NeuSight's measurements (Lee, Phanishayee and Mahajan, ASPLOS'25) as a dataset of library tasks, and its traces as networks.
+"""Imports NeuSight's measurements (Lee, Phanishayee and Mahajan, ASPLOS'25): library tasks as a dataset, traces as networks.
 
-Three kinds of file, which their columns tell apart:
+There are three kinds of files, which differ in their columns:
 
-* **operators**, one measurement a row: ``op``, ``device``, ``latency_ms`` and the dimensions. Every distinct operator and
-  shape is a task that a library runs; every row is a record in seconds. Of ``bmm`` and ``linear``, ``N`` is the reduction
-  and ``K`` the output dimension; ``linear`` has a bias; convolutions are square and have none; what ends in ``u`` takes a
-  tensor and a number. Latencies are of the whole call between two CUDA events, launch included;
-* **traces**, one node of a network a row (:mod:`cdmpp.dataset.importers.neusight_traces`);
-* **end-to-end** latencies, one network a row: they are added to the networks of the traces.
+* **operators**, one measurement per row: ``op``, ``device``, ``latency_ms`` and the dimensions. Every distinct operator and
+  shape becomes a task that a library runs; every row becomes a record in seconds. In ``bmm`` and ``linear``, ``N`` is the
+  reduction and ``K`` the output dimension. ``linear`` has a bias; convolutions are square and have none. Operators whose name
+  ends in ``u`` take a tensor and a number. Latencies are those of the whole call between two CUDA events, launch included;
+* **traces**, one node of a network per row (:mod:`cdmpp.dataset.importers.neusight_traces`);
+* **end-to-end** latencies, one network per row, which are added to the networks of the traces.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from cdmpp.program.library_ops import operator_bytes, operator_flops
 from cdmpp.program.network import library_task
 from cdmpp.program.space import unscheduled
 
-#: Winograd and the like do a 3x3 convolution with fewer multiplications than its formula has: at most by this factor.
+#: Winograd and similar algorithms need fewer multiplications for a 3x3 convolution than the formula, at most by this factor.
 _FAST_CONVOLUTION = 5.0
 
-#: Columns that go into a record's meta.
+#: Columns that are stored in a record's meta.
 _META = ("op", "split", "authors_used")
-#: Columns of which the dataset's meta has all values.
+#: Columns whose distinct values are stored in the dataset's meta.
 _VERSIONS = ("torch_version", "cuda_version", "cudnn_version")
-#: How a matrix product or convolution was launched, which says what its tiles are; of the others it follows from the shape.
+#: Operators whose launch is stored, because it reveals their tiles, and its columns; other launches follow from the shape.
 _TILED = ("bmm", "linear", "conv")
 _LAUNCH = ["grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z"]
-#: Kernel names of templates are hundreds of characters long; those that tell a tile are short.
+#: Kernel names are cut to this length. Those of templates have hundreds of characters; names that reveal a tile are short.
 _KERNEL_CHARS = 64
 
 
@@ -55,8 +55,8 @@ def import_neusight(
 ) -> common.ImportReport:
     """Import parquet or CSV files of operators, traces and end-to-end latencies into a new dataset.
 
-    Graphs of networks are written to ``networks/*.json`` in it. ``limit`` takes so many rows of each file of operators. Errors
-    as of :func:`cdmpp.dataset.importers.import_benchmark_hub`, and NetworkError where the nodes of a trace wait for each other.
+    Graphs of networks are written to ``networks/*.json`` in it. ``limit`` is the maximum number of rows per operator file.
+    Raises the errors of :func:`cdmpp.dataset.importers.import_benchmark_hub`, and NetworkError if a trace has a cycle.
     """
     found = common.Import(paths, out, table, progress)
     frames: dict[str, list[tuple[Path, pd.DataFrame]]] = {kind: [] for kind in HOW["files"]}
@@ -91,7 +91,7 @@ def import_neusight(
 
 
 def _versions(frames: Sequence[pd.DataFrame]) -> dict[str, list[str]]:
-    """Versions of the libraries that measured, as far as the files say."""
+    """Versions of the libraries that were measured, as far as the files have them."""
     values = {name: [frame[name].dropna() for frame in frames if name in frame] for name in _VERSIONS}
     return {name: sorted(set(map(str, pd.concat(found)))) for name, found in values.items() if found}
 
@@ -108,7 +108,7 @@ def _kind(frame: pd.DataFrame, path: Path) -> str:
 
 @dataclass(frozen=True)
 class _Operators:
-    """A file of operators: its known rows, and of each operator the arguments, indexed by the row's place in the file."""
+    """A file of operators: its rows, and the arguments of each known operator, indexed by the row's position in `frame`."""
 
     path: Path
     frame: pd.DataFrame
@@ -116,13 +116,13 @@ class _Operators:
     arguments: dict[str, pd.DataFrame]
 
     def name(self, op: str, place: int) -> str:
-        """A row, for people."""
+        """Describes a row for error messages."""
         shape = ", ".join(f"{k}={v}" for k, v in self.arguments[op].loc[place].items())
         return f"{self.path}, row {self.frame.index[place]} ({op} {shape})"
 
 
 def _checked(path: Path, frame: pd.DataFrame, found: common.Import) -> _Operators:
-    """The arguments of the rows by operator, all latencies found plausible."""
+    """The operators of a file with the arguments of their rows, after checking that all latencies are plausible."""
     devices = found.resolve(frame["device"], path)
     found.devices.update(device.name for device in devices.values())
     operators = _Operators(path, frame, devices, {})
@@ -176,7 +176,7 @@ def _dimension(path: Path, frame: pd.DataFrame, column: str, op: str, places: ND
 
 
 def _call(op: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The generator of an operator, and the arguments as it takes them."""
+    """The generator of an operator, and the arguments in the form that the generator takes."""
     generator = HOW["operators"][op]["generator"]
     if generator == "elementwise":
         arguments = {"op": op, "shape": [arguments["rows"], arguments["columns"]]}
@@ -184,7 +184,7 @@ def _call(op: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _records(operators: _Operators, found: common.Import) -> Iterator[Record]:
-    """A record a row in the order of the file; the tasks of all distinct shapes are added."""
+    """One record per row, in the order of the file; adds the tasks of all distinct shapes to the import."""
     programs = np.full(len(operators.frame), "", dtype=object)
     for op, arguments in operators.arguments.items():
         shapes = arguments.groupby(list(arguments.columns), sort=False).indices
@@ -203,7 +203,7 @@ def _records(operators: _Operators, found: common.Import) -> Iterator[Record]:
 
 
 def _metas(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """What is kept of each row besides its label."""
+    """The meta of each row's record: what is kept besides the label."""
     kept = frame[[column for column in (*_META, "kernel_name") if column in frame]].to_dict("records")
     launches = np.zeros((len(frame), len(_LAUNCH)), dtype=np.int64)
     if set(_LAUNCH) <= set(frame):

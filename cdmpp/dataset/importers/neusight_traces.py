@@ -1,18 +1,18 @@
 """NeuSight's traces as graphs of library tasks.
 
-A trace lists the nodes of a torch.fx graph in the order of execution, with the operators of each phase. What has to be known
-to read it:
+A trace lists the nodes of a torch.fx graph in the order of execution, with the operators of each phase. To read it, one must
+know:
 
-* of a language model it holds **one layer** of all equal ones; NeuSight repeats it when it adds up a network (``aggregate_gpt``
-  in its source). ``layers`` and ``layer_bounds`` of ``importers.yaml`` say so here, as ``repeat`` of the nodes;
-* nodes without operators (``misc``) are views and numbers, but also some kernels that NeuSight counts as nothing
-  (embeddings, masks, copies, the gradient of a maximum): those move memory here, as their names and shapes say;
-* a binary operator's second tensor may be a number or be broadcast, which not its operator but its shapes tell;
-* ``label_bwall`` is the measured backward pass *less* the accumulation of gradients, ``neusight_bwall`` *plus* it. Neither is
-  used: the phases are kept apart;
-* every node was timed alone between two events, so that even a view took some 10 us.
+* for a language model, a trace holds only **one** of its equal **layers**; NeuSight repeats it when it adds up a network
+  (``aggregate_gpt`` in its source). Here ``layers`` and ``layer_bounds`` of ``importers.yaml`` set the ``repeat`` of nodes;
+* nodes without operators (``misc``) are views and numbers, but also some kernels that NeuSight counts as zero time
+  (embeddings, masks, copies, the gradient of a maximum). Here these move memory, as their names and shapes imply;
+* a binary operator's second tensor may be a number or be broadcast; only the shapes show it, not the operator;
+* ``label_bwall`` is the measured backward pass *without* the accumulation of gradients, ``neusight_bwall`` *with* it. Neither
+  is used, because the phases are stored separately;
+* every node was timed alone between two events, so that even a view took about 10 us.
 
-Nodes follow each other on one stream unless a column ``Prev`` names those that each waits for.
+Nodes run one after the other on one stream, unless a column ``Prev`` names the nodes that each node waits for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from cdmpp.program.types import Task
 #: A generator and its arguments.
 Call = tuple[str, dict[str, Any]]
 Shape = tuple[int, ...]
-#: Of a trace, one node each.
+#: Rows of a trace, one node each.
 Rows = list[dict[str, Any]]
 
 #: How NeuSight's files are read (``importers.yaml``).
@@ -49,26 +49,26 @@ HOW: Mapping[str, Any] = shipped_table("dataset/importers/importers.yaml")["neus
 
 
 class UnknownOperatorError(DatasetError):
-    """An operator that no generator stands for."""
+    """There is no generator for an operator."""
 
 
-#: Phase -> column of its operators, and the suffix of the columns of its times.
+#: Phase -> column of its operators, and suffix of its columns of times.
 _PHASES = {"forward": ("FwOps", "fw"), "backward": ("BwOps", "bw"), "accumulate": ("AccOps", "acc")}
 
-#: Whose predictions a trace may have, besides the measured ``label``.
+#: Predictors whose predictions a trace may contain, besides the measured ``label``.
 SOURCES: tuple[str, ...] = ("neusight", "habitat", "roofline", "micro")
 
-#: Columns in which the traces of devices that share a graph are alike.
+#: Devices share a graph if their traces are equal in these columns (and in ``Prev``).
 _STRUCTURE = ("Name", "OpName", "FwOps", "BwOps", "AccOps", "InputShapes", "OutputShape")
 
-#: The part of a node's whole time that its operators may be below their roofline: what a node reads may be in caches.
+#: A node's time is checked against its operators' roofline times this factor: what the node reads may be in caches.
 _IN_TRACE = 0.5
 
 
 def read_traces(path: Path, frame: pd.DataFrame, found: Import) -> list[NetworkGraph]:
-    """Graphs of all networks of a file; devices whose traces have the same nodes share one. Errors name the row."""
+    """The graphs of all networks of a file. Devices whose traces have the same nodes share a graph. Errors name the row."""
     if "dtype" in frame:
-        # The type is that of a node's output: masks and numbers of rows are bool and int64 in float32 networks, too.
+        # This is the dtype of a node's output: float32 networks, too, have masks (bool) and row numbers (int64).
         dtypes = frame["dtype"].fillna("float32").astype(str).str.removeprefix("torch.")
         other = dtypes.str.contains("float") & (dtypes != "float32")
         for name, dtype in dict.fromkeys(zip(frame["desc"][other], dtypes[other], strict=True)):
@@ -93,8 +93,8 @@ def read_traces(path: Path, frame: pd.DataFrame, found: Import) -> list[NetworkG
 def add_end_to_end(
     path: Path, frame: pd.DataFrame, graphs: Sequence[NetworkGraph], found: Import
 ) -> list[NetworkGraph]:
-    """The graphs with the measured and predicted latencies of whole networks, in seconds. Rows of several devices at work
-    (``option`` such as ``tp4``) or of networks without a trace are counted in the notes."""
+    """Add the measured and predicted latencies of whole networks, in seconds, to their graphs. Rows of several devices that
+    work together (``option`` such as ``tp4``) or of networks without a trace are skipped and counted in the notes."""
     devices = found.resolve(frame["device"], path)
     totals: list[tuple[dict[str, float], dict[str, dict[str, float]]]] = [({}, {}) for _ in graphs]
     left = 0
@@ -124,13 +124,13 @@ def add_end_to_end(
 
 
 class _Reader:
-    """Reads one network from the traces of the devices that have the same nodes of it."""
+    """Reads one network from the traces of several devices that have the same nodes."""
 
     def __init__(self, path: Path, name: str, traces: Sequence[tuple[Device, Rows]], found: Import) -> None:
         self.path, self.name, self.traces, self.found = path, name, traces, found
         self.rows = traces[0][1]
         self.made: dict[str, Task] = {}
-        self.names: list[str] = []  # numbered where one occurs again
+        self.names: list[str] = []  # repeated names get a number
         seen: Counter[str] = Counter()
         for row in self.rows:
             seen[row["Name"]] += 1
@@ -150,7 +150,7 @@ class _Reader:
         return network_graph(self.name, self._connected([node for node in nodes if node]), meta=meta)
 
     def _connected(self, nodes: Sequence[GraphNode]) -> list[GraphNode]:
-        """Nodes in a row, unless the trace says what each forward node waits for."""
+        """The nodes in a chain, or, if the trace has ``Prev``, each forward node after those that it waits for."""
         waits: dict[str, tuple[str, ...]] = {}
         if "Prev" in self.rows[0]:
             for i, (name, row) in enumerate(zip(self.names, self.rows, strict=True)):
@@ -232,7 +232,7 @@ class _Reader:
         return measured, predicted
 
     def _check(self, i: int, tasks: Sequence[Task]) -> None:
-        """Refuse a node whose measured time is ruled out by its operators' roofline."""
+        """Refuse a node whose measured time contradicts the roofline of its operators."""
         if not tasks:
             return
         flops = np.array([_IN_TRACE * sum(task.flops for task in tasks)])
@@ -248,12 +248,12 @@ class _Reader:
 
 
 def shapes(value: Any) -> tuple[Shape, ...]:
-    """A list of shapes; what is none (a number, None) is a single value."""
+    """The shapes in a list; an item that is no shape (a number, None) counts as a single value, of shape (1,)."""
     return tuple(shape(item) for item in value) if isinstance(value, list | tuple) else ()
 
 
 def shape(value: Any) -> Shape:
-    """One shape."""
+    """The given shape as a tuple; (1,) if it is no shape."""
     if isinstance(value, list | tuple) and all(isinstance(size, int) for size in value):
         return tuple(value)
     return (1,)
@@ -265,15 +265,15 @@ def base_name(name: str) -> str:
 
 
 def _ends_in(name: str, kind: str) -> bool:
-    """Whether a name is, or ends in ``_`` and, one of a kind of nodes (``importers.yaml``)."""
+    """Whether a node's name is, or ends in ``_`` followed by, one of the names of a kind (``nodes`` in ``importers.yaml``)."""
     return any(f"_{name}".endswith(f"_{end}") for end in HOW["nodes"][kind])
 
 
 def forward_calls(
     name: str, operator: str, ops: Sequence[Any], inputs: Sequence[Shape], output: Shape, before: str = ""
 ) -> tuple[str, list[Call]]:
-    """Kind of a node (see :mod:`cdmpp.program.graph`) and what its forward pass runs (UnknownOperatorError names what it is).
-    ``contiguous`` and ``reshape`` copy what was transposed by the node ``before``, and nothing else."""
+    """The kind of a node (see :mod:`cdmpp.program.graph`) and the calls of its forward pass (UnknownOperatorError names an
+    unknown operator). ``contiguous`` and ``reshape`` copy only if the node ``before`` transposed their input."""
     if operator in ("getitem", "output"):
         return "view", []
     base = base_name(name)
@@ -293,20 +293,20 @@ def forward_calls(
 
 
 def phase_calls(operator: str, ops: Sequence[Any]) -> list[Call]:
-    """What a backward or accumulation phase runs (UnknownOperatorError as :func:`forward_calls`).
+    """The calls of a backward or accumulation phase (UnknownOperatorError as in :func:`forward_calls`).
 
-    NeuSight lets the gradient of a sum and of a tuple's element move memory; PyTorch hands it on as it is."""
+    In NeuSight, the gradients of a sum and of a tuple's element move memory; PyTorch passes them on unchanged."""
     if operator in ("VECadd", "VECaddu", "getitem") and all(op[0] == "MEM" for op in ops):
         return []
     return [_call(op, (), ()) for op in ops]
 
 
 def unlisted_backward_calls(name: str, inputs: Sequence[Shape], output: Shape) -> list[Call]:
-    """What the backward pass of a node runs for which the trace lists no operator; nothing for a view.
+    """The calls of a node's backward pass if the trace lists no operators for it; none for a view.
 
-    The maximum of two tensors has, in PyTorch, the gradient ``where(a == b, grad / 2, grad).masked_fill(a < b, 0)``: two
-    comparisons, which write next to nothing, a division, a selection and a fill. NeuSight counts it as nothing; it is an eighth
-    of OPT's training. A lookup's gradient is a table of zeros (where the trace has its size) to which rows are added."""
+    The gradient of the maximum of two tensors is ``where(a == b, grad / 2, grad).masked_fill(a < b, 0)`` in PyTorch: two
+    comparisons, which write next to nothing, a division, a selection and a fill. NeuSight counts it as zero; it is an eighth of
+    OPT's training. A lookup's gradient is a table of zeros (if the trace has its size) to which rows are added."""
     base = base_name(name)
     elements = math.prod(output)
     if elements == 1:
@@ -320,7 +320,7 @@ def unlisted_backward_calls(name: str, inputs: Sequence[Shape], output: Shape) -
     return []
 
 
-#: Operator -> generator, and what its sizes are called there.
+#: Operator -> generator, and the generator's argument names for the operator's sizes.
 _GENERATORS: dict[str, tuple[str, Sequence[str]]] = {
     "Linear": ("linear", "mnk"), "BMM": ("bmm", "bmnk"), "VECsoftmax": ("softmax", ("rows", "columns")),
     "VECln": ("layer_norm", ("rows", "columns")),
@@ -346,16 +346,16 @@ def _call(op: Any, inputs: Sequence[Shape], output: Shape) -> Call:
 
 
 def _move(inputs: Sequence[Shape], output: Shape) -> Call:
-    """Reading the inputs of the size of the largest tensor, and writing the output if it is as large."""
+    """A memory call that reads the inputs as large as the largest tensor, and writes the output if that is as large."""
     largest = max(math.prod(s) for s in (*inputs, output))
     read = sum(math.prod(s) == largest for s in inputs)
     if math.prod(output) < largest:
-        read -= 1  # a reduction reads one tensor and writes next to nothing: the traffic of a fill
+        read -= 1  # a reduction reads one tensor and writes next to nothing, the same traffic as a fill
     return "memory", {"elements": largest, "inputs": max(read, 0)}
 
 
 def _elementwise(op: str, flat: Shape, inputs: Sequence[Shape], output: Shape) -> Call:
-    """The operator with its real second tensor: a number, a broadcast one, or one of the same shape."""
+    """The operator with its actual second operand: a number, a broadcast tensor, or a tensor of the same shape."""
     same = ("elementwise", {"op": op, "shape": list(flat)})
     if op not in BINARY or len(inputs) != 2:
         return same
@@ -371,7 +371,7 @@ def _elementwise(op: str, flat: Shape, inputs: Sequence[Shape], output: Shape) -
 
 
 def _collapse(output: Shape, small: Shape) -> tuple[list[int], list[int]]:
-    """Neighbouring dimensions that are broadcast alike taken together."""
+    """Both shapes with neighbouring dimensions merged if all of them are broadcast, or none."""
     first: list[int] = []
     second: list[int] = []
     before: bool | None = None

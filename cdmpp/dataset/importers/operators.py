@@ -1,6 +1,6 @@
-"""Public measurements of library operators: aiconfigurator's (LLM serving), PipeWeave's, MIOpen's and NeuSight's.
+"""Imports public measurements of library operators: aiconfigurator's (LLM serving), PipeWeave's, MIOpen's and NeuSight's.
 
-All become datasets of operators (:mod:`cdmpp.dataset.operators`). Of each file the columns tell what it is.
+All become datasets of operators (:mod:`cdmpp.dataset.operators`). The columns of a file show what kind of file it is.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError
 from cdmpp.program.operators import operator_table, seen_pairs, work
 
-#: Part of the time at the peak of a data type that no operator beats: above are clocks that boost and sizes that are rounded.
+#: No operator takes less than this fraction of the time at its dtype's peak; boost clocks and rounded sizes explain up to this.
 _LOWEST = 0.6
-#: A convolution by Winograd or FFT has fewer operations than its formula: at most by this factor.
+#: A convolution by Winograd or FFT needs fewer operations than its formula, at most by this factor.
 _FAST_CONVOLUTION = 5.0
 _PEAK = {"float32": ("float32", "float32_matrix", "tfloat32_matrix"), "float16": ("float16_matrix", "float16"),
          "bfloat16": ("bfloat16_matrix", "float16_matrix", "bfloat16"), "fp8": ("float8_matrix",),
          "int8": ("int8_matrix", "int8"), "nvfp4": ("float4_matrix",)}  # fmt: skip
 _PEAK |= {"fp8_block": _PEAK["fp8"], "fp8_static": _PEAK["fp8"], "sq": _PEAK["int8"], "int4_wo": _PEAK["bfloat16"]}
-#: What PipeWeave means, by its hardware/*.json.
+#: PipeWeave's device names -> ours, according to its hardware/*.json.
 _PIPEWEAVE_NAMES = {"A100": "a100-sxm4-80gb", "H100": "h100-sxm", "H800": "h800"}
-#: A card that ran at half its clock: compute-bound kernels take 2.2 to 2.5 times as long as those of a Vega 64, products reach
-#: half the peak. It is learned from as half a device.
+#: This card ran at half its clock: compute-bound kernels take 2.2 to 2.5 times as long as on a Vega 64, and matrix products
+#: reach half the peak. It is therefore treated as half a device.
 _MIOPEN_NAMES = {"Vega 56": "vega-56@0.5"}
 _DIRECTION = {"forward": 0, "backward_data": 1, "backward_weights": 2}
 _DIRECTION |= {"F": 0, "B": 1, "W": 2, "backward_input": 1, "backward_weight": 2}
@@ -44,9 +44,9 @@ def import_operators(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> ImportReport:
-    """Import files of one of :data:`SOURCES` into a new dataset of operators; groups of rows that the source marks as
-    impossible (``suspect_group``) are left out and counted. DatasetError: a file cannot be read or lacks a column, ``out`` is a
-    dataset, or a row is faster than the device can be. UnknownDeviceError: a device is not in the table."""
+    """Import files of one of :data:`SOURCES` into a new dataset of operators. Groups of rows that the source marks as
+    impossible (``suspect_group``) are left out and counted. DatasetError if a file cannot be read or lacks a column, ``out`` is
+    a dataset, or a row is faster than the device can be. UnknownDeviceError if a device is not in the table."""
     found = Import(paths, out, table, progress)
     parts: list[pd.DataFrame] = []
     for number, (path, frame) in enumerate(found.frames):
@@ -208,7 +208,7 @@ def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     return labels.assign(op=op.map(kinds).fillna("elementwise"), dtype=_text(frame, "dtype", "float32"), **sizes)
 
 
-#: Source and kind of file -> the columns that it must have; the first tells the kind.
+#: Source and kind of file -> required columns; the first identifies the kind.
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "aiconfigurator": ("op", "system", "dtype", "seconds"),
     "pipeweave collectives": ("bytes_per_rank", "device", "collective", "num_workers", "seconds"),
@@ -232,8 +232,8 @@ SOURCES: tuple[str, ...] = tuple(dict.fromkeys(kind.split()[0] for kind in _COLU
 def _refuse_impossible(
     table: pd.DataFrame, devices: dict[str, Device], path: Path, number_of: NDArray[np.int64]
 ) -> None:
-    """Refuse times that are missing, or shorter than the operations take at the device's peak, or what no cache of it holds
-    takes from memory; ``number_of`` each row in the file."""
+    """Refuse times that are missing, or shorter than the operations take at the device's peak, or than it takes to read from
+    memory what does not fit into the device's caches; ``number_of`` has the number of each row in the file."""
     seconds = table["seconds"].to_numpy(dtype=np.float64)
     bad = ~(np.isfinite(seconds) & (seconds > 0))
     if bad.any():

@@ -1,4 +1,4 @@
-"""Models to compare with: one interface (``models``), same records and split."""
+"""Models to compare ours with, behind one interface (``models``) and on the same records and split."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cdmpp.predictor.baselines.models import CdmppModel, LatencyModel, RooflineM
 from cdmpp.predictor.baselines.xgboost import XGBoostModel
 from cdmpp.predictor.config import LossConfig, TrainConfig, config_from_dict
 
-#: Names that :func:`make_model` knows.
+#: Models that :func:`make_model` makes.
 MODEL_NAMES: tuple[str, ...] = (
     "ours", "xgboost-perstore", "xgboost-ast", "released", "lstm", "task-median", "roofline",
 )  # fmt: skip
 
-#: Models that use the instructions of each compiled program.
+#: More of them, which use the instructions of each compiled program.
 COMPILED_NAMES: tuple[str, ...] = ("xgboost-ast-codegen",)
 
 __all__ = [
@@ -32,10 +32,10 @@ __all__ = [
 
 
 def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
-    """One of :data:`MODEL_NAMES` or :data:`COMPILED_NAMES`; models without chance ignore the seed.
+    """Make one of :data:`MODEL_NAMES` or :data:`COMPILED_NAMES`; deterministic models ignore the seed.
 
     ``options`` are arguments of the model's constructor. Configurations (``config`` of ours; ``train``, ``loss`` and ``sizes``
-    of the networks) may be mappings, as of YAML. PredictorError: no such model, an unknown key, or a value out of range."""
+    of the networks) may be mappings, as from YAML. PredictorError for an unknown model or key, or a value out of range."""
     if name == "ours":
         config = options.pop("config", None)
         config = config_from_dict(config) if config is None or isinstance(config, Mapping) else config
@@ -57,7 +57,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
 
 
 def _network_options(options: dict[str, Any], seed: int, train: TrainConfig, loss: LossConfig) -> dict[str, Any]:
-    """Options with ``train`` and ``loss`` as configurations, these where keys are left out, and the seed."""
+    """Options with ``train`` and ``loss`` as configurations, which take missing keys from these defaults, and the seed."""
     options = {"train": train, "loss": loss, **options}
     for key, default in (("train", train), ("loss", loss)):
         if isinstance(options[key], Mapping):

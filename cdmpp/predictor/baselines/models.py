@@ -1,4 +1,4 @@
-"""One interface for all models of a comparison, the harness, our predictor behind it, and models without learning."""
+"""The interface of all models in a comparison, the harness that runs them, our predictor as one, and simple baselines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.trainer import ProgressCallback
 from cdmpp.predictor.training import prepare, train, training_summary
 
-#: Part of the training programs to stop by where a split has no validation part.
+#: Part of the training programs that is held out for early stopping where a split has no validation part.
 STOP_FRACTION = 0.1
 
 
@@ -46,7 +46,7 @@ class LatencyModel(ABC):
 
 
 class TrainedModel(LatencyModel):
-    """Trains a network in memory, at most ``max_seconds``; ``progress`` is told each epoch's line."""
+    """Trains a network in memory, for at most ``max_seconds``; ``progress`` is called with each epoch's line."""
 
     def __init__(
         self, config: Config, max_seconds: float | None = None, progress: ProgressCallback | None = None
@@ -72,7 +72,7 @@ class TrainedModel(LatencyModel):
 
 
 class CdmppModel(TrainedModel):
-    """Trains :class:`~cdmpp.predictor.predictor.Predictor`, several networks without ``max_seconds``, or wraps one."""
+    """Trains a :class:`~cdmpp.predictor.predictor.Predictor`, or wraps one; several networks train without ``max_seconds``."""
 
     def __init__(
         self, config: Config | None = None, *, predictor: Predictor | None = None, name: str = "cdmpp", **more: Any
@@ -92,7 +92,7 @@ class CdmppModel(TrainedModel):
 
 
 class TaskMedian(LatencyModel):
-    """Median training latency of the task on the device, else of the device, else (a device not seen) of all."""
+    """Median training latency of the task on the device, else of the device, else (for an unseen device) of all records."""
 
     name = "task_median"
 
@@ -113,8 +113,8 @@ class TaskMedian(LatencyModel):
 
 
 class RooflineModel(LatencyModel):
-    """A reference latency (``"roofline"`` or ``"estimate"`` of :mod:`cdmpp.predictor.pair_features`), by default times the
-    median of measured over reference in training, per device (of all devices for one that is not in training)."""
+    """A reference latency (``"roofline"`` or ``"estimate"`` of :mod:`cdmpp.predictor.pair_features`). If ``scaled``, it is
+    multiplied by the device's median of measured over reference latency in training (of all devices if not in training)."""
 
     def __init__(self, reference: str = "roofline", scaled: bool = True) -> None:
         self.name = reference
@@ -138,8 +138,8 @@ def evaluate_models(
     models: Sequence[LatencyModel], data: TrainingData, split: Split, by: Sequence[str] = ()
 ) -> dict[str, dict[str, Any]]:
     """Fit every model to the training part and score it on the test part: model name -> ``{"overall": ..., "groups":
-    ..., "fit_s": float, "predict_s": float}``, groups as of :meth:`TrainingData.members`. Of a split without a
-    validation part (as of few-shot training) a tenth of the training programs is taken to stop by."""
+    ..., "fit_s": float, "predict_s": float}``, groups as in :meth:`TrainingData.members`. If the split has no validation
+    part (as in few-shot training), a tenth of the training programs is held out for early stopping."""
     rows = np.asarray(split.test, dtype=np.int64)
     if not len(split.valid):
         split = _with_validation(data, split)

@@ -1,4 +1,4 @@
-"""Baselines that are networks, with the inputs and the trainer of ours: an LSTM, and CDMPP's network as released."""
+"""Neural baselines with the inputs and the trainer of our network: an LSTM, and CDMPP's network as released."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from cdmpp.predictor.network import PreOrderEncoding
 
 logger = logging.getLogger(__name__)
 
-#: The baselines are what others published: they do not see what we compute of program and device together.
+#: The baselines are published models, so they do not get our features of program and device together.
 _MODEL = config_from_dict({"model": {"pairs": False}}).model
 
 
 class NetworkModel(TrainedModel):
-    """A network from a padded batch and the device to one standardised label a program.
+    """A network from a padded batch and the device to one standardised label per program.
 
-    It sees what our network sees but for what we compute of program and device together, encoded in the same way; only
-    ``mse_weight`` and ``mape_weight`` of ``loss`` count. Training stops after ``max_seconds``; the learning rate then falls
-    with the time spent."""
+    It gets the inputs of our network, encoded in the same way, except for the features of program and device together. Of
+    ``loss``, only ``mse_weight`` and ``mape_weight`` count. With ``max_seconds``, training stops after that time, and the
+    learning rate falls with the time spent."""
 
     #: Label transform, see :class:`cdmpp.predictor.config.LabelConfig`.
     label: Literal["box-cox", "log"] = "box-cox"
@@ -50,14 +50,14 @@ class NetworkModel(TrainedModel):
 
 
 class LstmNetwork(nn.Module):
-    """Leaves in pre-order -> last state, device features -> one standardised label; ``hidden`` is also the width of the
-    layers around the LSTM."""
+    """An LSTM reads the leaves in pre-order; its last state and the device's features give one standardised label. ``hidden``
+    is also the width of the layers around the LSTM."""
 
     config = _MODEL
 
     def __init__(self, leaf_dim: int, device_dim: int, hidden: int, layers: int, dropout: float) -> None:
         super().__init__()
-        # one more: the position in the AST, which the order of the leaves does not tell
+        # one more input: the position in the AST, which does not follow from the order of the leaves
         self.leaf_projection = nn.Sequential(nn.Linear(leaf_dim + 1, hidden), nn.GELU())
         self.lstm = nn.LSTM(hidden, hidden, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
         self.decoder = nn.Sequential(
@@ -76,8 +76,8 @@ class LstmNetwork(nn.Module):
 
 class LstmModel(NetworkModel):
     """An LSTM over the leaves, after Tiramisu's cost model (Baghdadi et al., MLSys'21); predicts log seconds. Tiramisu's is
-    recursive, with one LSTM a level of the loop tree. The compact AST is flat: one LSTM reads it in pre-order with
-    positions."""
+    recursive, with one LSTM per level of the loop tree. The compact AST is flat, so a single LSTM reads it in pre-order,
+    with positions."""
 
     name = "lstm"
     label = "log"
@@ -98,8 +98,8 @@ class LstmModel(NetworkModel):
         return LstmNetwork(encoder.leaf_dim, encoder.device_dim, self.hidden, self.layers, self.dropout)
 
 
-#: Optimisation of the released configuration, as far as our loop has it: batch, weight decay and the top of its
-#: cyclic learning rate. It averages no weights.
+#: Optimisation settings of the released configuration, as far as our training loop has them: batch size, weight decay and the
+#: peak of its cyclic learning rate. It does not average weights.
 RELEASED_TRAIN: TrainConfig = Config().train.model_copy(
     update={"batch_size": 600, "learning_rate": 1.7e-4, "weight_decay": 1.3e-3, "ema_decay": 0.0}
 )
@@ -111,9 +111,9 @@ RELEASED_LOSS: LossConfig = Config().loss.model_copy(update={"mse_weight": 1.0, 
 @dataclass(frozen=True)
 class ReleasedSizes:
     """Sizes of the network; the defaults are those of the released configuration. ``dim`` to ``dropout`` are of the
-    transformer encoder (post-norm, ReLU); ``input_dim``, ``hidden_dims`` and ``embedding_dim`` lead from the flattened
-    leaves to the program's embedding, ``device_dims`` from the device's features to its embedding of the same width,
-    ``decoder_dims`` from both to the label."""
+    transformer encoder (post-norm, ReLU). The others are widths of layers: ``input_dim``, ``hidden_dims`` and ``embedding_dim``
+    from the flattened leaves to the program's embedding, ``device_dims`` from the device's features to its embedding of the
+    same width, and ``decoder_dims`` from both embeddings to the label."""
 
     dim: int = 164
     layers: int = 11
@@ -132,7 +132,7 @@ class ReleasedSizes:
 
 
 class ReleasedNetwork(nn.Module):
-    """See :class:`CdmppReleased` for where it differs from the released one; it sees the first ``max_leaves`` leaves."""
+    """CDMPP's network over the first ``max_leaves`` leaves; :class:`CdmppReleased` says where it differs from the released."""
 
     config = _MODEL
 
@@ -169,15 +169,15 @@ class ReleasedNetwork(nn.Module):
 
 class CdmppReleased(NetworkModel):
     """CDMPP's network as its authors released it (EuroSys'24, sections 4 and 5), on the same records, features and
-    split: 11 transformer layers without an attention mask, the paper's positional encoding, flattened leaves to an
-    embedding beside the device's, batch normalisation throughout, Box-Cox labels, MSE + MAPE, and the sizes, batch and
+    split: 11 transformer layers without an attention mask, the paper's positional encoding, an embedding of the flattened
+    leaves beside the device's, batch normalisation throughout, Box-Cox labels, MSE + MAPE, and the sizes, batch size and
     weight decay of its configuration.
 
-    Not as released: leaves have more numbers than the transformer is wide, and get there by a linear projection. One network
-    takes programs of every number of leaves (there each has its own): the encoder runs over those of one number at a time, so
-    that no leaf attends to padding, and flattened leaves are padded to the longest program of training; longer ones are cut,
-    with a warning. The learning rate has our warm-up and decay, to the peak of the released cycle, and training stops early.
-    The two embeddings are concatenated, as in the paper's figure; the released code adds them."""
+    Differences from the release: leaves have more features than the transformer is wide, so a linear layer projects them. One
+    network takes programs with any number of leaves (the release has one for each): the encoder runs over programs of one
+    length at a time, so no leaf attends to padding, and flattened leaves are padded to the longest training program; longer
+    ones are cut, with a warning. The learning rate has our warm-up and decay, with the peak of the released cycle, and training
+    stops early. The two embeddings are concatenated, as in the paper's figure; the released code adds them."""
 
     name = "released"
     label = "box-cox"

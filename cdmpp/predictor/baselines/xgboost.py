@@ -1,6 +1,6 @@
-"""XGBoost on aggregated features and device features, trained on log seconds: TVM's model family, and TVM's features.
+"""XGBoost on aggregated program features and device features, trained on log seconds: TVM's kind of model and its features.
 
-TVM's PerStoreFeature takes some 20 ms a program: aggregated, it is kept beside the dataset.
+TVM's PerStoreFeature takes some 20 ms per program, so its aggregated features are stored in the dataset's folder.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from cdmpp.predictor.data import TrainingData, collect_derived
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.predictor.metrics import least_mape_shift
 
-#: File in a dataset folder that keeps the aggregated features of its programs.
+#: File in a dataset folder that stores the aggregated features of its programs.
 PER_STORE_FILE = "perstore.parquet"
 
-#: Numbers per buffer written, as TVM 0.27 extracts them.
+#: Features per store to a buffer, as TVM 0.27 extracts them.
 PER_STORE_DIM = 164
 
-#: Identity of the aggregated features; stored in the file, another one is refused.
+#: Identifies the aggregated features; it is stored in the file, and a file with another value is refused.
 PER_STORE_SET = "perstore-sum-max-count/1"
 
-#: Sum and maximum over the stores, and the number of stores.
+#: Length of the aggregated features: sum and maximum over the stores, and the number of stores.
 AGGREGATED_DIM = 2 * PER_STORE_DIM + 1
 
 
@@ -58,7 +58,7 @@ def extract_per_store(funcs: Sequence[Any]) -> list[NDArray[np.float64]]:
 def aggregate_per_store(matrix: NDArray[np.float64]) -> NDArray[np.float32]:
     """(stores, 164) -> float32 (329,): sum and maximum over the stores, and their number.
 
-    TVM finds no store in some programs that only move data; theirs are zeros."""
+    TVM finds no store in some programs that only move data; their features are zeros."""
     if matrix.ndim != 2 or matrix.shape[1] != PER_STORE_DIM:
         raise FeatureMismatchError(f"expected per-store features of shape (n, {PER_STORE_DIM}), got {matrix.shape}")
     if not len(matrix):
@@ -67,7 +67,7 @@ def aggregate_per_store(matrix: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def save_per_store(path: str | Path, features: Mapping[str, NDArray[np.float32]]) -> None:
-    """Write aggregated features, program hash -> float32 (329,); kept in half precision."""
+    """Write aggregated features, program hash -> float32 (329,), in half precision."""
     programs = list(features)
     stacked = np.stack([features[p] for p in programs]) if programs else np.zeros((0, AGGREGATED_DIM))
     matrix = np.clip(stacked, -65504, 65504).astype(np.float16)
@@ -79,8 +79,8 @@ def save_per_store(path: str | Path, features: Mapping[str, NDArray[np.float32]]
 
 
 def load_per_store(path: str | Path) -> dict[str, NDArray[np.float32]]:
-    """Read what :func:`save_per_store` wrote; FeatureMismatchError where it was written for another feature set,
-    DatasetError where it is missing or damaged."""
+    """Read a file of :func:`save_per_store`. Raises FeatureMismatchError if it has another feature set, DatasetError if it is
+    missing or damaged."""
     try:
         table = pq.read_table(path)
     except (OSError, pa.ArrowException) as err:
@@ -115,13 +115,13 @@ _DEFAULT_PARAMS: dict[str, Any] = {
 
 
 class XGBoostModel(LatencyModel):
-    """Gradient-boosted trees on one vector a program plus the device's features; the target is log seconds,
-    and the factor that is best for the MAPE is fitted on validation.
+    """Gradient-boosted trees on one vector per program plus the device's features. The target is log seconds; predictions are
+    then scaled by the factor that gives the lowest MAPE on the validation part.
 
-    ``features``: ``"perstore"`` are sum, maximum and number of PerStoreFeature rows (TVM's features); ``"ast"`` those of the
-    compact AST's leaves, after a signed logarithm, to compare features with one model; ``"ast-codegen"`` these and what ours is
-    given of the compiled program, which needs a compilation. ``params`` are XGBoost's on top of the defaults, ``rounds`` most
-    boosting rounds, and ``patience`` rounds without a better validation error before it stops."""
+    ``features``: ``"perstore"`` are sum, maximum and number of PerStoreFeature rows (TVM's features); ``"ast"`` are the same of
+    the compact AST's leaves, after a signed logarithm, to compare features with one model; ``"ast-codegen"`` adds to these our
+    predictor's code features, which need a compilation. ``params`` override the defaults of XGBoost's parameters. There are at
+    most ``rounds`` boosting rounds; training stops after ``patience`` rounds without a better validation error."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class XGBoostModel(LatencyModel):
             early_stopping_rounds=self._patience,
             verbose_eval=False,
         )
-        # trees learn the mean of logarithms; the relative error is least elsewhere
+        # trees learn the mean of the logarithms, which does not give the least relative error
         self.shift_ = least_mape_shift(np.log(data.latency_s[split.valid]) - self._logs(valid))
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:

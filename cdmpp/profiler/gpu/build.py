@@ -1,7 +1,7 @@
-"""Building for a GPU, in processes of their own: scheduled programs or sources to cubins, or the reason why they cannot run;
-and programs drawn from a task's design space. Needs no GPU; TVM for all but sources. The host side of what TVM lowers is read,
-not built: between the passes ``SplitHostDevice`` and ``MakePackedAPI`` it is workspace allocations and kernel calls with fixed
-launch parameters."""
+"""Building for a GPU, in builder processes: turns scheduled programs or CUDA sources into cubins, or says why they cannot run,
+and draws programs from a task's design spaces. Needs no GPU; needs TVM except for compiling sources. The host side of a lowered
+program is read, not built: between the passes ``SplitHostDevice`` and ``MakePackedAPI`` it is workspace allocations and
+kernel calls with fixed launch parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cdmpp.program import import_tvm, quiet
 from cdmpp.program.space import Rebuilder, TaskSpaces
 from cdmpp.program.types import Program, Space, Task
 
-#: The source needs no more of the C++ library than this; TVM's own list makes NVRTC read all of libcu++.
+#: All that the source needs of the C++ library. TVM's own list of includes makes NVRTC read all of libcu++.
 _PROLOGUE = """#ifndef __CUDACC_RTC__
 #include <cstdint>
 #endif
@@ -30,7 +30,7 @@ _DIMENSIONS = ("x", "y", "z")
 
 @dataclass(frozen=True)
 class MeasureJob:
-    """A program to measure, with at most `degree` at a time, itself included; its output is compared with a `reference`."""
+    """A program to measure while at most `degree` programs run, itself included; its output is compared with a `reference`."""
 
     kernel: BundledProgram
     degree: int = 1
@@ -39,7 +39,7 @@ class MeasureJob:
 
 @dataclass(frozen=True)
 class KernelJob(BuildJob):
-    """A program of a bundle to measure; its source is compiled if it has no cubin."""
+    """A program of a bundle to measure. Its source is compiled first if it has no cubin."""
 
     measure: MeasureJob
 
@@ -51,22 +51,22 @@ class KernelJob(BuildJob):
 
 @dataclass(frozen=True)
 class DrawJob:
-    """Candidates to draw from the design spaces of a task: random points, or mutants of `parents`. Builders do it, because it
-    costs most: of some spaces a point in fifty can run, and each has to be lowered to know."""
+    """A request to draw candidates from the design spaces of a task: random points, or mutants of `parents`. Builders do it
+    because it is the most expensive step: in some spaces one point in fifty can run, and only lowering a point shows it."""
 
     task: Task
     n: int
     seed: int
     seen: frozenset[str]
     parents: tuple[Program, ...] = ()
-    #: Of the inputs of a reference to make with them; None for none.
+    #: Seed of the inputs of a reference to make as well; None to make no reference.
     reference_seed: int | None = None
     built = None
 
 
 @dataclass(frozen=True)
 class Drawn(Built):
-    """Candidates in their spaces: those that may run, and those that the device's limits exclude."""
+    """Drawn candidates with their spaces: those that may run, and those that the device's limits exclude."""
 
     candidates: tuple[tuple[Program, Space], ...] = ()
     excluded: tuple[tuple[Program, Space, BundledProgram], ...] = ()
@@ -74,12 +74,12 @@ class Drawn(Built):
 
 
 class KernelBuilder:
-    """Does what the jobs ask for; without a `target` (as TVM takes it) it compiles sources alone."""
+    """Processes build and draw jobs. Without a `target` (a TVM target dictionary) it can only compile sources."""
 
     def __init__(self, arch: str, target: Mapping[str, Any] | None) -> None:
         self._arch = arch
         if target is not None:
-            # Without the postprocessor that only rejects: what is wrong with a program is to be said, not that it is.
+            # Without the postprocessor that only rejects programs: we want to know what is wrong with them.
             self._lower, self._rebuild = CudaLowering(dict(target)), Rebuilder(verify=False)
 
     def __call__(self, job: BuildJob | DrawJob) -> BundledProgram | Drawn:
@@ -123,7 +123,7 @@ class KernelBuilder:
         return Drawn(tuple(candidates), tuple(excluded), reference)
 
     def _excluded(self, program: str, func: Any) -> BundledProgram | None:
-        """A program that the limits exclude, which shows before it is compiled (ProgramError if TVM does not lower it)."""
+        """The failure of a program that the device's limits exclude, else None (ProgramError if TVM cannot lower it)."""
         fault = rule_fault(self._lower(func, unroll=False), self._arch)
         return BundledProgram(program, status="invalid_config", error=fault) if fault else None
 
@@ -143,7 +143,7 @@ class KernelBuilder:
 
 
 def task_reference(task: Task, seed: int) -> Reference:
-    """What a task computes, found out by running it unscheduled on the CPU."""
+    """The reference output of a task, computed by running the unscheduled task on the CPU."""
     tvm = import_tvm()
     func = task.prim_func().with_attr("global_symbol", "main")
     with quiet():
@@ -154,8 +154,8 @@ def task_reference(task: Task, seed: int) -> Reference:
 
 
 class CudaLowering:
-    """Lowers programs for one CUDA target (a TVM target dictionary), whose architecture steers only what the code generator
-    may use; keeps the passes."""
+    """Lowers programs for one CUDA target (a TVM target dictionary). The target's architecture only decides what the code
+    generator may use. The pass pipeline is set up once and reused."""
 
     def __init__(self, target: dict[str, Any]) -> None:
         tvm = import_tvm()
@@ -163,7 +163,7 @@ class CudaLowering:
 
         @pass_instrument
         class HostBefore:
-            """Keeps the module that ``MakePackedAPI`` is given."""
+            """Keeps the input module of the pass ``MakePackedAPI``."""
 
             module: Any = None
 
@@ -177,8 +177,8 @@ class CudaLowering:
         self._host = HostBefore()
 
     def __call__(self, func: Any, *, unroll: bool = True) -> CudaProgram:
-        """Lower a scheduled PrimFunc (ProgramError if TVM's passes refuse it, or its host side is more than launches). Without
-        `unroll` there is no source, and all else in a tenth of the time where the schedule unrolls a lot."""
+        """Lower a scheduled PrimFunc (ProgramError if TVM's passes refuse it, or its host side does more than launch kernels).
+        Without `unroll` the result has no source; everything else takes a tenth of the time if the schedule unrolls a lot."""
         tvm = self._tvm
         from tvm.tirx.build import codegen_build, split_host_device_mods
 
@@ -206,7 +206,7 @@ class CudaLowering:
 
 
 def _launches(mod: Any) -> tuple[tuple[ArgSpec, ...], tuple[Launch, ...]]:
-    """Workspaces and launches of the host function of a module that is split but not packed."""
+    """Workspaces and launches of a module's host function, after ``SplitHostDevice`` and before ``MakePackedAPI``."""
     main = mod["main"]
     numbers = {var: number for number, var in enumerate(main.params)}
     workspaces: list[ArgSpec] = []
@@ -228,7 +228,7 @@ def _launches(mod: Any) -> tuple[tuple[ArgSpec, ...], tuple[Launch, ...]]:
 
 
 def _statements(body: Any) -> Iterator[Any]:
-    """The statements of a sequence; pragmas, which stay where loops are not unrolled, are looked through."""
+    """The statements of a body, in order, including those inside pragmas (these remain where loops are not unrolled)."""
     if hasattr(body, "seq"):
         for part in body.seq:
             yield from _statements(part)
@@ -239,7 +239,7 @@ def _statements(body: Any) -> Iterator[Any]:
 
 
 def _number(pointer: Any, numbers: dict[Any, int]) -> int:
-    """Which parameter or workspace a pointer is of."""
+    """The number of the parameter or workspace that a pointer points to."""
     if hasattr(pointer, "args"):
         pointer = pointer.args[0]
     if pointer not in numbers:
@@ -286,7 +286,7 @@ def _callee(expr: Any) -> str:
 
 
 def _copies_asynchronously(kernel: Any) -> bool:
-    # Commits and waits are attributes until the device code is finished; cp.async itself is a call.
+    # Before the device code is finalized, commits and waits are attributes; cp.async itself is a call.
     return any(
         str(node.attr_key).startswith(("async_commit", "async_wait"))
         if type(node).__name__ == "AttrStmt"
@@ -296,7 +296,7 @@ def _copies_asynchronously(kernel: Any) -> bool:
 
 
 def _written(func: Any) -> tuple[int, ...]:
-    """Which parameters of a PrimFunc its blocks write."""
+    """Indices of the parameters of a PrimFunc that its blocks write."""
     from tvm.s_tir.stmt import SBlock
 
     sources = [region.source for node in _nodes(func.body) if isinstance(node, SBlock) for region in node.writes]
@@ -304,7 +304,7 @@ def _written(func: Any) -> tuple[int, ...]:
 
 
 def _without_libcxx(source: str) -> str:
-    """The source with a short prologue in place of the block that starts with ``#ifdef __CUDACC_RTC__``."""
+    """The source, with the block that starts with ``#ifdef __CUDACC_RTC__`` replaced by a short prologue."""
     lines = source.splitlines()
     start = next((i for i, line in enumerate(lines) if line.strip() == "#ifdef __CUDACC_RTC__"), None)
     if start is None:

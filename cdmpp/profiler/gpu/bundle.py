@@ -1,7 +1,7 @@
-"""CUDA programs as data, and bundles of them: programs compiled for a device that is elsewhere, in one file. Reading one needs
-neither TVM nor CUDA. It is a zip archive of parquet files, which are compressed themselves: tasks, spaces and programs as a
-dataset keeps them, ``kernels.parquet`` (a row a program), ``references.parquet`` (what some tasks should compute), and
-``bundle.json`` with the device, the compiler and the settings."""
+"""CUDA programs as data, and bundles: files of programs compiled for another machine's GPU. Reading a bundle needs neither TVM
+nor CUDA. A bundle is an uncompressed zip archive of compressed parquet files: tasks, spaces, programs as in a dataset,
+``kernels.parquet`` (one row per program), ``references.parquet`` (reference outputs of some tasks). Its ``bundle.json`` holds
+the device, the compiler and the settings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from cdmpp.profiler.engine import Built
 from cdmpp.profiler.gpu.compile import Resources
 from cdmpp.program.types import Program, Space, Task
 
-#: Version of what is described above; another is refused.
+#: Version of the format described above. Bundles of other versions are refused.
 BUNDLE_VERSION = 2
 _NOTE = "bundle.json"
-#: Kernels of neighbouring programs are alike: one page holds many of them.
+#: Kernels of neighbouring programs are similar, so one page holds many of them and compresses well.
 _PAGE_BYTES = 1 << 24
 _GROUP_ROWS = 512
-#: Columns of a bundle's own tables.
+#: Columns of the tables that only bundles have.
 _KERNELS = pa.schema({
     "program": pa.string(), "status": pa.string(), "error": pa.string(), "source": pa.large_string(),
     "launches": pa.string(), "cubin": pa.large_binary(), "resources": pa.string(), "build_s": pa.float32(),
@@ -66,71 +66,71 @@ class Launch:
 
 @dataclass(frozen=True)
 class CudaProgram:
-    """CUDA C++ of a scheduled program and how to run it: what a machine without TVM needs."""
+    """CUDA C++ of a scheduled program and how to run it: all that a machine without TVM needs."""
 
-    #: Compiles by itself with nvcc and with NVRTC.
+    #: Self-contained: nvcc and NVRTC can compile it.
     source: str = field(repr=False)
     params: tuple[ArgSpec, ...]
-    #: Which parameters it writes.
+    #: Indices of the parameters that it writes.
     outputs: tuple[int, ...]
-    #: Further global buffers, from kernel to kernel.
+    #: Further buffers in global memory, which pass data from kernel to kernel.
     workspaces: tuple[ArgSpec, ...]
-    #: In order; one run of the program is all of them.
+    #: In order; one run of the program executes all of them.
     launches: tuple[Launch, ...]
     #: Whether a kernel copies to shared memory asynchronously (``cp.async``, since sm_80).
     async_copies: bool = False
 
     @property
     def buffers(self) -> tuple[ArgSpec, ...]:
-        """Parameters and workspaces: what ``Launch.buffers`` counts."""
+        """Parameters and workspaces: what ``Launch.buffers`` indexes."""
         return (*self.params, *self.workspaces)
 
     def to_json(self) -> dict[str, Any]:
-        """All but the source, as bundles keep it."""
+        """All fields but the source, as a bundle stores them."""
         return {name: value for name, value in asdict(self).items() if name != "source"}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], source: str) -> CudaProgram:
-        """Inverse of :meth:`to_json`, by way of JSON."""
+        """Inverse of :meth:`to_json`; `value` may have been through JSON, which turns tuples into lists."""
         fields = {name: _tuples(part) for name, part in value.items() if name != "launches"}
         launches = [{name: _tuples(part) for name, part in launch.items()} for launch in value["launches"]]
         return cls(source=source, launches=tuple(Launch(**launch) for launch in launches), **fields)
 
 
 def _tuples(value: Any) -> Any:
-    """JSON's lists as tuples."""
+    """The value with all lists, also nested ones, turned into tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
 class BundledProgram(Built):
-    """A program (its hash) with its code, or the reason why there is none."""
+    """A program, given by its hash, with its code or the reason why there is none."""
 
     program: str
-    #: Source and launches; None where it could not be lowered.
+    #: Source and launches; None if the program could not be lowered.
     cuda: CudaProgram | None = None
-    #: Machine code for the bundle's architecture; b"" where only the source is kept.
+    #: Machine code for the bundle's architecture; b"" if only the source is kept.
     cubin: bytes = field(default=b"", repr=False)
     resources: Resources = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a bundle holds: tasks, spaces and programs by hash, references by the task's."""
+    """The contents of a bundle: tasks, spaces and programs by their hash, references by the hash of their task."""
 
-    #: ``device`` (name), ``arch``, ``compiler``, ``devices`` (name -> specification, of the shares too),
+    #: ``device`` (name), ``arch``, ``compiler``, ``devices`` (name -> specification, for the shares of the device too),
     #: ``network_families``, ``versions``, ``config``.
     note: Mapping[str, Any]
     tasks: dict[str, Task]
     spaces: dict[str, Space]
     programs: dict[str, Program]
-    #: In the order in which they are to be measured: those of one task together.
+    #: Those of one task together; measuring takes one of each task in turn.
     kernels: list[BundledProgram]
     references: dict[str, Reference]
 
     @property
     def device(self) -> str:
-        """Name of the device it was made for."""
+        """Name of the device that the bundle was made for."""
         return str(self.note["device"])
 
     @property
@@ -140,7 +140,7 @@ class Bundle:
 
 
 def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
-    """Write a bundle, compressed by zstd at a level; the file appears whole or not at all (BundleError)."""
+    """Write a bundle, compressed by zstd at `level`. The file is written completely or not at all (then BundleError)."""
     path = Path(path)
     note = {**bundle.note, "bundle_version": BUNDLE_VERSION}
     kernels = [
@@ -190,7 +190,7 @@ def _parquet(table: pa.Table, level: int) -> bytes:
 
 
 def read_bundle(path: str | Path) -> Bundle:
-    """Read a bundle (BundleError if there is none, or it is damaged or of another version)."""
+    """Read a bundle (BundleError if the file is missing, damaged, no bundle or of another version)."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

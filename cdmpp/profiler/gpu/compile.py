@@ -1,6 +1,6 @@
-"""CUDA C++ to cubins, and what their kernels take; needs no GPU. NVRTC in this process (by ``cuda-bindings``) takes some 0.1 s
-a program, ``nvcc`` 0.7 s and more. Both are asked for the same code as TVM's own build asks for (``tvm/support/nvcc.py``): fast
-math, and ptxas' register usage level 10."""
+"""Compiles CUDA C++ to cubins and reports the resources that their kernels use; needs no GPU. NVRTC runs in this process (by
+``cuda-bindings``) and takes about 0.1 s per program; ``nvcc`` takes 0.7 s or more. Both get the options of TVM's own build
+(``tvm/support/nvcc.py``): fast math, and register usage level 10 for ptxas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cdmpp.errors import ProfilerError
 
 _OPTIONS = ("--use_fast_math", "-w", "--ptxas-options=-v", "--ptxas-options=--register-usage-level=10")
 
-#: What NVRTC lacks of nvcc's world and TVM's sources use.
+#: Definitions that TVM's sources use and nvcc provides, but NVRTC does not.
 _NVRTC_PREAMBLE = """
 typedef signed char int8_t; typedef unsigned char uint8_t; typedef short int16_t; typedef unsigned short uint16_t;
 typedef int int32_t; typedef unsigned int uint32_t; typedef long long int64_t; typedef unsigned long long uint64_t;
@@ -33,14 +33,14 @@ typedef int int32_t; typedef unsigned int uint32_t; typedef long long int64_t; t
 
 
 class CompileError(ProfilerError):
-    """The compiler refuses a program; the message is its first error."""
+    """The compiler rejects a program; the message is the compiler's first error."""
 
 
-#: What kernels take: of a thread 32-bit ``registers``, ``stack_bytes`` (local arrays and spills), ``spill_store_bytes`` and
-#: ``spill_load_bytes`` (registers that did not fit); of a block ``shared_bytes`` (static).
+#: Kernel -> resources that it uses. Per thread: 32-bit ``registers``, ``stack_bytes`` (local arrays and spills),
+#: ``spill_store_bytes`` and ``spill_load_bytes`` (registers that did not fit). Per block: ``shared_bytes`` (static).
 Resources = Mapping[str, Mapping[str, int]]
 
-#: As ``ptxas -v`` says it; NVRTC 13 begins each line anew.
+#: A kernel's resources in the output of ``ptxas -v``. NVRTC 13 repeats ``ptxas`` at the start of each line.
 _KERNEL = re.compile(
     r"Function properties for '?(?P<kernel>[\w$]+)'?\s+(?:ptxas\s+\.\s+)?(?P<stack_bytes>\d+) bytes stack frame, "
     r"(?P<spill_store_bytes>\d+) bytes spill stores, (?P<spill_load_bytes>\d+) bytes spill loads\s+ptxas info\s*: "
@@ -49,7 +49,7 @@ _KERNEL = re.compile(
 
 
 def parse_ptxas(log: str) -> Resources:
-    """The resources of each kernel from the output of ``ptxas -v`` (CompileError: it says nothing)."""
+    """The resources of each kernel from the output of ``ptxas -v`` (CompileError if it lists none)."""
     found = {}
     for match in _KERNEL.finditer(log):
         taken = match.groupdict(default="0")
@@ -67,7 +67,7 @@ def _first_error(log: str) -> str:
 
 
 class NvccCompiler:
-    """``nvcc``, one process a program; TimeoutError for a compilation that takes longer than `timeout_s`."""
+    """``nvcc``, one process per program. Raises TimeoutError if a compilation takes longer than `timeout_s`."""
 
     def __init__(self, timeout_s: float = 120.0) -> None:
         path = find_nvcc()
@@ -97,21 +97,21 @@ class NvccCompiler:
 
 
 class NvrtcCompiler:
-    """NVRTC in this process, which cannot be interrupted but by being killed (ProfilerError where it is not installed)."""
+    """NVRTC in this process. Only killing the process interrupts a compilation. ProfilerError if NVRTC is not installed."""
 
     def __init__(self) -> None:
         try:
             from cuda.bindings import nvrtc
 
             major, minor = self._call(nvrtc.nvrtcVersion())
-            # What comes from its cache comes without ptxas' words, and says nothing of how long compiling takes.
+            # A cubin from its cache comes without the output of ptxas, and its build time is not that of a compilation.
             self._options = (*_OPTIONS, *(("--no-cache",) if (major, minor) >= (12, 9) else ()))
             self.archs = {f"sm_{number}" for number in self._call(nvrtc.nvrtcGetSupportedArchs())[0]}
         except (ImportError, RuntimeError) as err:  # no cuda-bindings, or no library that they can load
             raise ProfilerError(f"NVRTC needs cuda-bindings and nvidia-cuda-nvrtc: {err}") from err
         self._nvrtc = nvrtc
         self.name = f"nvrtc {major}.{minor}"
-        # CUDA's headers, of a toolkit or of pip packages
+        # CUDA's headers, from a toolkit or from pip packages
         folders = [Path(home) / "include" for home in _toolkits()]
         folders += sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/include"))
         self._include = [folder for folder in folders if (folder / "cuda_fp16.h").exists()]
@@ -150,7 +150,7 @@ def _toolkits() -> list[str]:
 
 
 def find_nvcc() -> str | None:
-    """The path of ``nvcc``: on PATH, below ``CUDA_HOME``, or in ``/usr/local/cuda``."""
+    """The path of ``nvcc``, searched for on PATH, below ``CUDA_HOME`` and ``CUDA_PATH``, and in ``/usr/local/cuda``."""
     folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in _toolkits())]
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
@@ -160,7 +160,7 @@ CudaCompiler = NvrtcCompiler | NvccCompiler
 
 @cache
 def find_compiler(arch: str) -> CudaCompiler:
-    """A compiler for an architecture: NVRTC where it can, else nvcc (ProfilerError if neither knows it, or is there)."""
+    """A compiler for an architecture: NVRTC if it supports it, else nvcc (ProfilerError if none that is installed does)."""
     reasons: list[str] = []
     for kind in (NvrtcCompiler, NvccCompiler):
         try:

@@ -1,13 +1,13 @@
-"""A CUDA GPU through cupy: the only module that touches one.
+"""A CUDA GPU through cupy. No other module touches the GPU.
 
-State that a label depends on, and how it is fixed here:
+A label depends on the state of the GPU, which this module controls:
 
 * **Launch gaps**: all runs of a sample are one CUDA graph. A round of samples is queued behind a kernel that waits, so the GPU
   never waits for Python between two events.
-* **Input values**: slices of buffers filled before with random numbers in [0.1, 1); integers are valid indices.
+* **Input values**: slices of buffers that were filled with random numbers in [0.1, 1); integers are valid indices.
 * **Caches**: warm (an untimed run before each sample) or cold (a buffer of twice the level-2 cache is written first).
-* **Clocks**: kernels run for a while before the first sample; clocks, temperature and throttling come with every program where
-  NVML says them. No setting of the card is changed.
+* **Clocks**: kernels run for a while before the first sample. Clocks, temperature and throttling are stored with every program
+  if NVML reports them. No setting of the card is changed.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from cdmpp.profiler.arguments import argument_bytes, drawn, index_bound
 from cdmpp.profiler.gpu.bundle import BundledProgram, CudaProgram
 from cdmpp.profiler.gpu.sampling import GpuFacts, GpuFault
 
-#: Nanoseconds that queueing one operation from Python takes at most.
+#: Upper bound on the nanoseconds that queueing one operation from Python takes.
 _QUEUE_NS = 15_000
-#: Buffers begin at multiples of this, as those of an allocator do.
+#: Buffers begin at multiples of this many bytes, as those of an allocator do.
 _ALIGNMENT = 256
 _WARM_UP_S = 0.5
-#: The buffer that outputs and workspaces are slices of: what they hold is never an input.
+#: Outputs and workspaces are slices of this buffer; its contents are never used as inputs.
 _SCRATCH = "scratch"
-#: NVML is asked at most this often.
+#: NVML is asked at most once in this many seconds.
 _STATE_S = 0.25
-#: Reasons for low clocks that disturb labels (``nvmlClocksThrottleReason...``): power cap, hardware, heat.
+#: Bits of the throttle reasons that disturb labels (``nvmlClocksThrottleReason...``): power cap, hardware, heat.
 _THROTTLE = {0x4: "power", 0x8: "hardware", 0x20: "thermal", 0x40: "thermal", 0x80: "power brake"}
 
 
 @dataclass
 class _Loaded:
-    """A program's functions, and the runs that were captured."""
+    """A loaded program: its module and functions, and the arguments of its launches, by lane."""
 
     cuda: CudaProgram
     module: Any
@@ -62,8 +62,8 @@ class _Prepared:
 
 
 class CupyGpu:
-    """The first visible CUDA GPU, or a share of it (a fraction of its multiprocessors): ProfilerError if there is none, or if
-    it cannot be partitioned. Of a share there are as many lanes as partitions fit, `lanes` at most."""
+    """The first visible CUDA GPU, or a share of it (a fraction of its multiprocessors). A share has one lane for each partition
+    that fits on the GPU, at most `lanes`. ProfilerError if there is no GPU, or it cannot be partitioned."""
 
     def __init__(self, share: float = 1.0, lanes: int = 8, seed: int = 0) -> None:
         import cupy
@@ -91,7 +91,7 @@ class CupyGpu:
         self._wait, self._seen, self._busy = (helpers.get_function(n).kernel for n in ("wait_ns", "seen_sms", "busy"))
         self._flush = cupy.empty(2 * int(properties["l2CacheSize"]), dtype=cupy.uint8)
         self._arenas: dict[tuple[int, str], Any] = {}
-        # A graph that does not stay in its partition would measure another device.
+        # A graph that does not stay in its partition would measure another device: then do without graphs.
         for self._graphs in (True, False):
             seen = self._count_sms()
             if seen <= asked_sms:
@@ -208,7 +208,7 @@ class CupyGpu:
             function(launch.grid, launch.block, arguments, stream=stream)
 
     def _arguments(self, loaded: _Loaded, lane: int) -> None:
-        """Slices of the lane's buffers, one of each dtype (and bound of integers), for every parameter and workspace."""
+        """Give every parameter and workspace a slice of a buffer of the lane, which has one per dtype (and integer bound)."""
         if lane in loaded.arguments:
             return
         offsets: dict[str, int] = {}
@@ -247,7 +247,7 @@ class CupyGpu:
         cupy.cuda.Device(0).synchronize()
 
     def _count_sms(self) -> int:
-        """Multiprocessors that kernels of the first lane run on, launched as those that are measured."""
+        """Number of multiprocessors that a kernel in the first lane runs on, launched the way measured kernels are."""
         cupy, stream = self._cupy, self._streams[0]
         seen = cupy.zeros(4096, cupy.uint32)
         cupy.cuda.Device(0).synchronize()
@@ -269,7 +269,7 @@ class CupyGpu:
 
     @contextlib.contextmanager
     def _faults(self) -> Any:
-        """CUDA's errors as :class:`GpuFault`, but for those of a launch that never happened."""
+        """Raise CUDA errors as :class:`GpuFault`, or as ValueError if the error kept the launch from happening."""
         cupy = self._cupy
         harmless = ["InvalidValue", "INVALID_VALUE", "OUT_OF_RESOURCES", "LaunchOutOfResources", "OutOfMemory"]
         try:
@@ -282,7 +282,7 @@ class CupyGpu:
 
 @dataclass(frozen=True)
 class _Foreign:
-    """A stream that was not made by cupy, as cupy takes it."""
+    """A stream that cupy did not create, in the form that cupy accepts."""
 
     address: int
 
@@ -291,7 +291,7 @@ class _Foreign:
 
 
 class _Nvml:
-    """What NVML says, where ``nvidia-ml-py`` is installed."""
+    """The GPU's state from NVML; empty if ``nvidia-ml-py`` is not installed."""
 
     def __init__(self) -> None:
         self.driver = ""
@@ -328,18 +328,18 @@ def _throttled(reasons: int) -> str:
     return ",".join(sorted({word for bit, word in _THROTTLE.items() if reasons & bit}))
 
 
-#: Unit of partitions where the driver does not say, by major compute capability.
+#: Multiprocessors per unit of a partition if the driver does not report it, by major compute capability.
 _UNITS = {6: 1, 7: 2, 8: 2}
 _HOPPER_UNIT = 8
 
 
 def make_partitions(share: float, lanes: int, capability: int) -> tuple[list[int], int, Any]:
-    """As many partitions of `share` as fit, at most `lanes`: the address of a stream in each, the multiprocessors of each, and
-    what must live as long as the streams; the primary context must be current.
+    """Make as many partitions of size `share` as fit on the GPU, at most `lanes`; the primary context must be current. Returns
+    the address of a stream in each, the multiprocessors of one partition, and objects that must live as long as the streams.
 
-    They are CUDA green contexts (driver API, CUDA 12.4 and later): properties of this process's streams, nothing is set on the
-    card. Their units are the architecture's (8 multiprocessors on Hopper): a share is rounded down. ProfilerError if
-    cuda-bindings is missing, or the driver refuses."""
+    Partitions are CUDA green contexts (driver API, CUDA 12.4 and later): they belong to streams of this process and change no
+    setting of the card. Their size is a multiple of the architecture's unit (8 multiprocessors on Hopper), so a share is
+    rounded down. ProfilerError if cuda-bindings is missing, or the driver refuses."""
     try:
         from cuda.bindings import driver
     except ImportError as err:

@@ -1,5 +1,5 @@
-"""What a CUDA kernel may take on each architecture, and whether a program stays within it: the numbers of the table "Technical
-Specifications per Compute Capability" of the CUDA C++ Programming Guide."""
+"""Resource limits of CUDA kernels on each architecture, and whether a program stays within them. The numbers are from the table
+"Technical Specifications per Compute Capability" of the CUDA C++ Programming Guide."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from cdmpp.profiler.gpu.compile import Resources
 class ArchLimits:
     """Limits of one compute capability; registers have 32 bits."""
 
-    #: Of one block; its first two extents may be as large as the whole.
+    #: Threads of one block, which may all lie along x or y; and its largest extent along z.
     threads_per_block: int = 1024
     block_z: int = 64
-    #: Shared memory that a kernel may declare, and that it may ask for when it is launched (dynamic, opted in).
+    #: Shared memory that a kernel may declare (static), and that it may request at launch (dynamic, opt-in).
     shared_static_bytes: int = 49152
     shared_optin_bytes: int = 49152
     registers_per_block: int = 65536
     registers_per_thread: int = 255
-    #: Of one multiprocessor, for the occupancy.
+    #: Limits of one multiprocessor, which determine the occupancy.
     threads_per_sm: int = 2048
     shared_per_sm_bytes: int = 49152
     registers_per_sm: int = 65536
-    #: Whether it has ``cp.async``.
+    #: Whether the architecture has ``cp.async``.
     async_copies: bool = True
 
 
@@ -44,9 +44,9 @@ ARCH_LIMITS: Mapping[str, ArchLimits] = {
     "sm_90": ArchLimits(shared_optin_bytes=227 << 10, shared_per_sm_bytes=228 << 10),
 }
 
-#: Largest grid: its first extent, and the other two.
+#: Largest extents of a grid: along x, and along y and z.
 _GRID_X, _GRID_YZ = 2**31 - 1, 65535
-#: Registers are handed out to warps in units of so many.
+#: Registers are allocated to warps in units of this many.
 _REGISTER_UNIT = 256
 
 
@@ -59,7 +59,7 @@ def arch_limits(arch: str) -> ArchLimits:
 
 
 def cuda_arch(device: Device) -> str:
-    """The architecture of a CUDA device, such as ``sm_90`` (ProfilerError for another device, or unknown limits)."""
+    """The architecture of a CUDA device, such as ``sm_90`` (ProfilerError if it is no CUDA device, or has no known limits)."""
     arch = str(device.target.get("arch", ""))
     if device.kind != "gpu" or not arch.startswith("sm_"):
         raise ProfilerError(f"{device.name} is no CUDA device")
@@ -68,8 +68,8 @@ def cuda_arch(device: Device) -> str:
 
 
 def rule_fault(cuda: CudaProgram, arch: str) -> str | None:
-    """Why a program cannot run, as far as that shows before it is compiled: ``threads``, ``block``, ``grid``, ``shared`` or
-    ``async``, a colon and a sentence; None if nothing speaks against it."""
+    """Why a program cannot run, as far as that can be told before it is compiled: ``threads``, ``block``, ``grid``, ``shared``
+    or ``async``, then a colon and a sentence. None if it breaks no limit."""
     limits = arch_limits(arch)
     for launch in cuda.launches:
         if launch.threads > limits.threads_per_block:
@@ -90,14 +90,14 @@ def _shared_fault(needed: int, limits: ArchLimits) -> str:
 
 
 def block_registers(registers: int, threads: int) -> int:
-    """Registers that a block takes: those of a warp are rounded up to the unit in which they are handed out."""
+    """Registers that a block takes; those of each warp are rounded up to the allocation unit."""
     warps = -(-threads // 32)
     per_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
     return warps * per_warp
 
 
 def resource_fault(cuda: CudaProgram, resources: Resources, arch: str) -> str | None:
-    """Why a compiled program cannot run: its registers or what ptxas counts of shared memory."""
+    """Why a compiled program cannot run: too many registers, or too much shared memory by ptxas' count; None if it can."""
     limits = arch_limits(arch)
     for launch in cuda.launches:
         taken = resources[launch.kernel]

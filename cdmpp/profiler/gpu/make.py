@@ -1,5 +1,5 @@
-"""Making a bundle: networks and a device in, one file out. While it is made, ``FILE.building`` is a bundle of what was built so
-far, some 20 seconds old at most, to resume from."""
+"""Making a bundle: compiles programs of networks for a device into one file. Meanwhile ``FILE.building`` is a bundle of what
+was built so far, usually at most about 20 seconds old, from which making it can be resumed."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from cdmpp.program.types import Program, Space, Task
 
 logger = logging.getLogger(__name__)
 
-#: Shares whose specifications go along, so that the measuring machine needs no device table.
+#: Shares of the device whose specifications the bundle holds, so that the measuring machine needs no device table.
 SHARES: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)
-#: Seconds between two drafts at least.
+#: Minimum seconds between two writes of the unfinished bundle.
 _SAVE_S = 20.0
-#: Candidates drawn at a time.
+#: Candidates per draw job.
 _DRAWN = 8
-#: Candidates that are lowered at most for each one that can run.
+#: Maximum number of candidates to lower for each program that is wanted.
 _MAX_TRIES = 60
-#: Builders that die or take too long over one task before it is given up.
+#: A task is given up if more builders than this die or time out on it.
 _MAX_BROKEN = 3
 
 
@@ -43,15 +43,15 @@ class BundleConfig(BuildConfig):
     """Options of :func:`make_bundle`."""
 
     build_timeout_s: float = 30.0
-    #: Programs that can run, of each task; fewer where its spaces hold no more or the time is up.
+    #: Programs that can run, per task; fewer if its design spaces hold no more, or its time is up.
     programs_per_task: int = 16
-    #: Programs that the device's limits exclude, kept as records.
+    #: Programs per task that the device's limits exclude and that are still kept, as records of failures.
     invalid_per_task: int = 2
-    #: Spent by builders on 16 programs of a task.
+    #: Time that builders may spend per 16 programs of a task.
     task_seconds: float = 120.0
-    #: Tasks of at most so many operations come with a reference output (run on the CPU, unscheduled).
+    #: Tasks of at most this many operations get a reference output (from running them unscheduled on the CPU).
     reference_flops: float = 3e8
-    #: What is kept of the code: at least one of them.
+    #: Which form of the code is kept; at least one must be True.
     cubins: bool = True
     sources: bool = True
     seed: int = 0
@@ -59,7 +59,7 @@ class BundleConfig(BuildConfig):
 
 @dataclass(frozen=True)
 class BundleReport:
-    """What a bundle holds; ``statuses`` counts its programs."""
+    """What a bundle holds; ``statuses`` counts its programs by status."""
 
     path: Path
     device: str
@@ -71,13 +71,13 @@ class BundleReport:
 
 
 class _Draft:
-    """What was built so far: a bundle that is written now and then, and when making it ends for whatever reason."""
+    """The unfinished bundle: what was built so far. It is written every now and then, and when building ends for any reason."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._saved_at, self._save_s = path, time.monotonic(), 0.0
         self.bundle = read_bundle(path) if path.exists() else Bundle({}, {}, {}, {}, [], {})
         self.statuses = Counter(kernel.status for kernel in self.bundle.kernels)
-        #: Tasks whose spaces hold no more.
+        #: Tasks for which nothing more is drawn: their spaces hold no more, or they were given up.
         self.exhausted: set[str] = set(self.bundle.note.get("exhausted", ()))
 
     def add(self, task: Task, program: Program, space: Space, kernel: BundledProgram) -> None:
@@ -96,7 +96,7 @@ class _Draft:
 
 
 class _TaskPlan:
-    """Programs of one task that can run: candidates are drawn (and lowered) by builders, then compiled."""
+    """Collects programs of one task that can run: builders draw (and lower) candidates, then compile them."""
 
     def __init__(self, task: Task, parents: tuple[Program, ...], config: BundleConfig, draft: _Draft) -> None:
         self.task, self._parents, self._config, self._draft = task, parents, config, draft
@@ -112,13 +112,13 @@ class _TaskPlan:
         self._draft.exhausted.add(self.task.hash)
 
     def needs_more(self, wanted: int) -> bool:
-        """Whether there is, or will be, something to do until so many programs can run."""
+        """Whether work is under way or left to do before `wanted` programs can run."""
         if self._drawing or self._compiling:
             return True
         return self.ok < wanted and (bool(self._candidates) or self.task.hash not in self._draft.exhausted)
 
     def jobs(self, wanted: int) -> Iterator[BuildJob | DrawJob]:
-        """What can be done now until so many programs can run."""
+        """Jobs that can start now, to get to `wanted` programs that can run."""
         need, config = wanted - self.ok - self._compiling, self._config
         while need > 0 and self._candidates:
             program, space = self._candidates.popleft()
@@ -136,7 +136,7 @@ class _TaskPlan:
         yield DrawJob(self.task, _DRAWN, seed, frozenset(self._seen), self._parents, config.seed if wants else None)
 
     def take(self, outcome: Outcome) -> None:
-        """Keep an outcome."""
+        """Take in the outcome of a job."""
         job, built = outcome.job, outcome.built
         self._seconds += outcome.meta.get("build_s", 0.0)
         if built is None:  # the builder died, or took too long
@@ -184,12 +184,12 @@ def make_bundle(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> BundleReport:
-    """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for a CUDA GPU that is elsewhere, such as ``h200``.
+    """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for another machine's CUDA GPU, such as ``h200``.
 
     ``tasks_of`` is a dataset that has the tasks of these networks. With ``mutants_of``, a dataset measured on this device,
-    mutants of each task's fastest programs are drawn in place of random points (the region that a tuner visits). ``progress``
-    counts programs that can run. ProfilerError if the device is no CUDA device, there is no compiler for it, or no task.
-    BundleError if the file exists, or is half made and `resume` was not asked for."""
+    mutants of each task's fastest programs are drawn instead of random points (the region that a tuner visits). ``progress``
+    counts programs that can run. ProfilerError if the device is no CUDA device, has no compiler, or there is no task.
+    BundleError if the file exists, or an unfinished one exists and `resume` is False."""
     config, notify = config or BundleConfig(), notify or logger.info
     device = get_device(device)
     arch = cuda_arch(device)
@@ -244,7 +244,7 @@ def make_bundle(
 
 
 def _jobs(plans: Sequence[_TaskPlan], config: BundleConfig) -> Iterator[Any]:
-    """Rounds over the tasks; None while all wait for outcomes."""
+    """Jobs in rounds over the tasks; yields None while all tasks wait for outcomes."""
     for end in range(CHUNK, config.programs_per_task + CHUNK, CHUNK):
         wanted = min(end, config.programs_per_task)
         unfinished = list(plans)
@@ -257,7 +257,7 @@ def _jobs(plans: Sequence[_TaskPlan], config: BundleConfig) -> Iterator[Any]:
 
 
 def _fastest(path: str | Path, base: str) -> dict[str, tuple[Program, ...]]:
-    """Task -> its fastest programs on the device, whatever the share."""
+    """Task -> its fastest programs on the device or any share of it."""
     dataset = Dataset.open(path)
     frame = dataset.records
     frame = frame[(frame["status"] == "ok") & [d.split("@")[0] == base for d in frame["device"]]]

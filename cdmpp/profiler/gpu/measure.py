@@ -1,4 +1,4 @@
-"""Measuring a bundle on this machine's GPU, without TVM or a device table; and, where TVM is too, compiling and measuring."""
+"""Measures a bundle on this machine's GPU, without TVM or a device table. If TVM is installed too, can also compile first."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from cdmpp.profiler.session import Progress, Report, Session
 
 logger = logging.getLogger(__name__)
 
-#: Programs measured before the next degree's turn: switching degrees empties the lanes.
+#: Programs are sorted by degree in blocks of this size, because switching degrees empties the lanes.
 _BLOCK = 512
-#: Least rank correlation of labels taken side by side with labels taken alone.
+#: Minimum rank correlation between labels measured side by side and labels measured alone.
 _MIN_SPEARMAN = 0.99
 #: The bundle inside the dataset's folder.
 BUNDLE_FILE = "programs.bundle"
-#: The way around a missing GPU.
+#: What to do if this machine has no GPU, for error messages.
 ELSEWHERE = "compile with `cdmpp bundle` here and run `cdmpp measure` where the GPU is"
 
 
@@ -40,25 +40,25 @@ class MeasureConfig(GpuConfig):
 
     degree: int | str = "auto"
     build_timeout_s: float = 30.0
-    #: Median difference to labels taken alone that the calibration of the degree accepts.
+    #: The calibration accepts a degree if labels differ from those measured alone by at most this in the median.
     tolerance: float = 0.02
-    #: Programs of each group that it measures.
+    #: Programs that the calibration measures of each group.
     calibration_programs: int = 24
-    #: Programs of each task that are measured again alone, if they were not alone.
+    #: Fastest programs of each task that are measured again alone, unless they already were.
     best_per_task: int = 1
     #: Programs of each task whose output is compared with the reference, where there is one.
     check_per_task: int = 2
-    #: Compile although there are cubins.
+    #: Compile from source even if there are cubins.
     from_source: bool = False
-    #: So many programs, evenly over the tasks.
+    #: Measure only this many programs, spread evenly over the tasks.
     limit: int | None = None
     max_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class MeasureReport(Report):
-    """What a run of :func:`measure` did: ``labels_per_s`` without the calibration; ``degrees`` and ``calibration`` by group,
-    programs of which so many fit side by side."""
+    """What a run of :func:`measure` did. ``labels_per_s`` excludes the calibration. ``degrees`` and ``calibration`` are by
+    group: the programs of which a given number fit side by side (:func:`~cdmpp.profiler.gpu.sampling.possible_degree`)."""
 
     labels_per_s: float
     restarts: int
@@ -79,11 +79,11 @@ def measure(
     notify: Callable[[str], None] | None = None,
 ) -> MeasureReport:
     """Measure the programs of a bundle on this machine's GPU and store them in a dataset. ``device`` is the bundle's device
-    (None) or a share of it, such as ``h200@0.5``. With ``resume`` the dataset in `out` is gone on with. ``progress`` and
-    ``notify`` are called with the state after each outcome, and with one-line news.
+    (None) or a share of it, such as ``h200@0.5``. ``resume`` continues the dataset in `out`. ``progress`` is called with the
+    state after each outcome, ``notify`` with one-line messages.
 
-    ProfilerError if the GPU is missing, another one, lost, or cannot be partitioned. DatasetError if `out` holds records of
-    this device and `resume` was not asked for, or of another, or the disk is full. What was measured is kept."""
+    ProfilerError if the GPU is missing, of another model, lost, or cannot be partitioned. DatasetError if `out` holds records
+    of this device and `resume` is False, or records of another device, or the disk is full. What was measured is kept."""
     config, notify = config or MeasureConfig(), notify or logger.info
     content = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
     target_device, path = device_of(content, device), Path(out)
@@ -99,7 +99,7 @@ def measure(
             notify(f"{facts.name}: {facts.share_sms} of {facts.sms} multiprocessors, {facts.lanes} lanes")
             todo = [k for k in kernels if k.program not in known]
             degrees, results = _degrees(content, todo, engine, facts, config, notify)
-            # Partitions come in units: the count of the table is what was asked for, this is what there was.
+            # Partitions come in units: the device table has the requested number of cores, this is the actual one.
             dataset.set_device(replace(target_device, cores_used=facts.share_sms))
             settings = {
                 **asdict(config),
@@ -147,7 +147,7 @@ def measure(
 
 
 def device_of(bundle: Bundle, name: str | None) -> Device:
-    """The device to measure on: that of the bundle (None), or a share of it (ProfilerError for any other)."""
+    """The device to measure on: the bundle's device (`name` is None), or a share of it (ProfilerError for any other)."""
     base = bundle.device.partition("@")[0]
     whole = Device.from_json(bundle.note["devices"][base])
     try:
@@ -160,7 +160,7 @@ def device_of(bundle: Bundle, name: str | None) -> Device:
 
 
 def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
-    """The programs to measure, turn by turn over the tasks, so that a limit or an interruption leaves a balanced sample."""
+    """The programs to measure, one of each task in turn, so that a limit or an interruption leaves a balanced sample."""
     kernels = list(bundle.kernels)
     if config.from_source:
         kernels = [k if k.cuda is None else replace(k, cubin=b"") for k in kernels]
@@ -174,7 +174,7 @@ def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
 
 
 def job_of(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
-    """A job of a program of the bundle; options are those of :class:`MeasureJob`."""
+    """The job that measures a program of the bundle; `options` are fields of :class:`MeasureJob`."""
     program = bundle.programs[kernel.program]
     space = None if program.space_hash is None else bundle.spaces[program.space_hash]
     return KernelJob(program, bundle.tasks[program.task_hash], space, MeasureJob(kernel, **options))
@@ -187,7 +187,7 @@ def _jobs(
     facts: GpuFacts,
     config: MeasureConfig,
 ) -> Iterator[KernelJob]:
-    """Block by block, and in each by degree; the first programs of a task are checked against its reference."""
+    """Jobs in blocks, each sorted by degree. The outputs of a task's first programs are checked against its reference."""
     checked: Counter[str] = Counter()
     for start in range(0, len(kernels), _BLOCK):
         jobs = []
@@ -211,7 +211,7 @@ def _degrees(
     config: MeasureConfig,
     notify: Callable[[str], None],
 ) -> tuple[dict[int, int], list[dict[str, Any]]]:
-    """Degree by group of programs: as asked for, or calibrated on a sample of each; and what it was chosen by."""
+    """Degree of each group of programs, as configured or calibrated on a sample of it; and the results of the calibration."""
     groups: dict[int, list[BundledProgram]] = defaultdict(list)
     for kernel in kernels:
         if kernel.status == "ok" and kernel.cuda is not None:
@@ -247,7 +247,7 @@ def _accept(result: DegreeResult, alone: DegreeResult) -> bool:
 def _best(
     dataset: Dataset, bundle: Bundle, kernels: Sequence[BundledProgram], config: MeasureConfig
 ) -> list[KernelJob]:
-    """The fastest programs of each task, unless they were measured alone."""
+    """Jobs for the fastest programs of each task that were not measured alone."""
     frame = dataset.records
     frame = frame[frame["status"] == "ok"]
     meta = [json.loads(text) if text else {} for text in frame["meta"]]
@@ -271,9 +271,9 @@ def profile_gpu(
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> MeasureReport:
-    """Measure programs of networks on a GPU of this machine, which needs TVM as well as cupy (else ``cdmpp bundle`` and ``cdmpp
-    measure`` do the two halves). `out` becomes the dataset, with the bundle in it: of a share it is for the whole device.
-    ProfilerError where no GPU answers, or another one, before anything is compiled."""
+    """Measure programs of networks on a GPU of this machine. This needs TVM and cupy here; otherwise run ``cdmpp bundle`` and
+    ``cdmpp measure`` on two machines. `out` becomes the dataset and contains the bundle, which is for the whole device even if
+    a share is measured. ProfilerError, before anything is compiled, if there is no GPU or one of another model."""
     measure_config = measure_config or MeasureConfig()
     known = get_device(device)
     if measure_config.gpu == MeasureConfig().gpu:
@@ -292,7 +292,7 @@ def profile_gpu(
 
 
 def check_gpu(elsewhere: str = ELSEWHERE) -> str:
-    """Name of the GPU that is here; ProfilerError, with the way around it, where cupy or a CUDA device is missing."""
+    """Name of this machine's GPU. ProfilerError, which says what to do instead, if cupy or a CUDA device is missing."""
     try:
         import cupy
     except ImportError as err:

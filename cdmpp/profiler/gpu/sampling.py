@@ -1,9 +1,9 @@
-"""GPUs: the process that keeps a GPU's lanes filled and samples them in rounds, and what deals programs to it.
+"""Sampling on a GPU: the process that fills a GPU's lanes and samples them in rounds, and the measurer that feeds it programs.
 
 A lane runs one program at a time; lanes run side by side, on the same multiprocessors or on partitions of the GPU. A round
-takes one sample in every lane at the same time, of equal length whatever the program (``SamplingPlan.min_sample_s``), so that
-lanes keep each other company for all of it. A program's first run is alone: it tells how long a run is, and a fault or hang is
-then certainly its own.
+takes one sample in every lane at the same time. Samples have about the same length whatever the program
+(``SamplingPlan.min_sample_s``), so all lanes are busy for the whole round. A program's first run is alone: it shows how long a
+run takes, and a fault or hang is then certainly this program's.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from cdmpp.profiler.machine import Worker, WorkerDied
 
 logger = logging.getLogger(__name__)
 
-#: The GPU's clock ticks finer and its neighbours are known, so less time does than on a CPU.
+#: Needs less time than on a CPU: a GPU's timer is finer, and what runs beside a program is known.
 GPU_PLAN = SamplingPlan(min_sample_s=0.001, min_samples=6, max_samples=24, target_noise=0.005, max_measure_s=0.25)
-#: Runs of one sample at most: more only take longer to capture.
+#: Maximum runs per sample: more only take longer to capture.
 _MAX_REPEATS = 256
 #: Threads that load programs while others are measured.
 _LOADERS = 2
-#: Seconds in which a fresh process has to find its GPU, and attempts at that before the device counts as lost.
+#: Seconds that a new process has to find its GPU, and attempts before the device counts as lost.
 _START_S, _STARTS = 120.0, 3
-#: Lanes where the degree is to be found.
+#: Lanes if the degree is to be calibrated.
 _LANES = 8
 
 
 class GpuFault(Exception):
-    """A kernel broke the context: nothing runs in this process any more."""
+    """A kernel broke the CUDA context: nothing can run in this process any more."""
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a GPU says of itself."""
+    """Properties of a GPU, as it reports them."""
 
     name: str
     arch: str
-    #: Multiprocessors of the whole, and those that a lane's programs were seen to run on.
+    #: Number of multiprocessors of the whole GPU, and of those that a lane's programs were observed to run on.
     sms: int
     share_sms: int
     #: How the share is made: ``whole`` or ``green context``.
@@ -69,41 +69,41 @@ class GpuFacts:
 
 
 class Gpu(Protocol):
-    """One GPU, or a share of it, in one process: a GPU of a test has a scripted clock. Methods raise :class:`GpuFault` where
-    the context is broken, other exceptions for what concerns one program only."""
+    """One GPU, or a share of it, in one process; tests use a GPU with a scripted clock. Methods raise :class:`GpuFault` if the
+    context is broken, other exceptions if only one program is affected."""
 
     facts: GpuFacts
 
     def load(self, kernel: BundledProgram) -> Any:
-        """Make a program ready to launch. Called from other threads while programs are measured; touches no timing."""
+        """Make a program ready to launch. Called from other threads during measurements, which it must not disturb."""
 
     def first_run(self, loaded: Any, lane: int) -> float:
-        """Run once with nothing beside it; seconds."""
+        """Run the program once with nothing beside it; returns seconds."""
 
     def prepare(self, loaded: Any, lane: int, repeats: int) -> Any:
-        """Make a sample of `repeats` runs back to back ready to start."""
+        """Prepare a sample of `repeats` back-to-back runs, so that it can start at once."""
 
     def sample(self, prepared: Sequence[Any], cold: bool) -> list[float]:
-        """One sample in each lane at the same time; mean seconds of a run, in order. Warm: after an untimed run of the same
-        program. Cold: after the level-2 cache was filled with something else; a sample is then one run."""
+        """Take one sample in each lane at the same time; returns the mean seconds per run, in order. Warm: after an untimed run
+        of the same program. Cold: after filling the level-2 cache with other data; a sample is then one run."""
 
     def outputs(self, loaded: Any, inputs: Sequence[NDArray[Any]]) -> dict[int, NDArray[Any]]:
-        """Run once with these input values; the outputs by number of the parameter."""
+        """Run once with these input values; returns the outputs by parameter index."""
 
     def unload(self, loaded: Any) -> None:
-        """Give back what :meth:`load` and :meth:`prepare` took."""
+        """Release what :meth:`load` and :meth:`prepare` allocated."""
 
     def state(self) -> dict[str, Any]:
-        """Clocks and heat now, as far as the driver says."""
+        """Current clocks, temperature and the like, as far as the driver reports them."""
 
 
 def is_model(name: str, model: str) -> bool:
-    """Whether a GPU that calls itself `name` is of a model of the device table."""
+    """Whether a GPU that reports the name `name` is of a model of the device table."""
     return model.lower() in name.lower() or name.lower() in model.lower()
 
 
 def make_gpu(path: str, arguments: Mapping[str, Any]) -> Gpu:
-    """The GPU of a class given as ``module:Class`` (ProfilerError if there is none, or a library for it is missing)."""
+    """A GPU of the class given as ``module:Class`` (ProfilerError if there is no GPU, or a library for it is missing)."""
     module, _, name = path.partition(":")
     try:
         gpu: Gpu = getattr(importlib.import_module(module), name)(**arguments)
@@ -114,25 +114,25 @@ def make_gpu(path: str, arguments: Mapping[str, Any]) -> Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig(BuildConfig):
-    """How programs are built and measured on a GPU, or on a share of it; none of it may change a label beyond its noise."""
+    """How programs are built and measured on a GPU or a share of it. No option may change a label beyond its noise."""
 
-    #: Programs side by side at most: in partitions of their own where the device is a share, else as many as leave each
-    #: other multiprocessors. ``auto``: as many as labels allow, for :func:`~cdmpp.profiler.gpu.measure.measure` to find.
+    #: Maximum programs side by side: each in its own partition if the device is a share, else as many as leave each other
+    #: enough multiprocessors. ``auto``: :func:`~cdmpp.profiler.gpu.measure.measure` finds how many do not disturb labels.
     degree: int | str = 1
-    #: A program whose run takes longer is not sampled.
+    #: A program is not sampled if one run takes longer.
     run_timeout_s: float = 2.0
     plan: SamplingPlan = field(default_factory=lambda: GPU_PLAN)
-    #: Fill the level-2 cache with something else before every sample.
+    #: Fill the level-2 cache with other data before every sample.
     cold: bool = False
-    #: Compile and load while measuring. Without it each program goes through all stages before the next begins.
+    #: Compile and load programs while others are measured. If False, a program finishes all stages before the next begins.
     overlap: bool = True
-    #: Programs that are with the measuring process at a time: what it loads ahead.
+    #: Maximum programs in the measuring process at a time, those loaded ahead included.
     window: int = 24
-    #: Time without a word after which the measuring process counts as hung, on top of the time that a sample may take.
+    #: The measuring process counts as hung if it sends nothing for this time plus the time that samples may take.
     hang_s: float = 10.0
-    #: Of the input values.
+    #: Seed of the input values.
     seed: int = 0
-    #: Class of the GPU as ``module:Class``, and what it is made with besides its share, lanes and seed.
+    #: Class of the GPU as ``module:Class``, and its constructor arguments besides share, lanes and seed.
     gpu: str = "cdmpp.profiler.gpu.cupy:CupyGpu"
     gpu_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -155,8 +155,8 @@ class _Lane:
 
 
 class Sampler:
-    """Measures jobs on a GPU; `send` takes :class:`Running` and :class:`Measured`, the `executor` loads programs while
-    others are measured (None: each is loaded when its turn comes)."""
+    """Measures jobs on a GPU. `send` is called with :class:`Running` and :class:`Measured`. The `executor` loads programs while
+    others are measured (None: each program is loaded when its turn comes)."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Sampler:
         return [lane for lane in self._lanes if lane is not None]
 
     def add(self, job: MeasureJob) -> None:
-        """Queue a job; it is loaded from now on."""
+        """Queue a job and start to load its program."""
         loading = None if self._executor is None else self._executor.submit(self._gpu.load, job.kernel)
         self._queue.append((job, loading))
 
@@ -202,7 +202,7 @@ class Sampler:
         if not running:
             return True
         if loading is not None and not loading.done():
-            return False  # better a round with a lane less than a round late
+            return False  # a round with one lane fewer is better than a late round
         return len(running) < min(job.degree, *(lane.job.degree for lane in running), len(self._lanes))
 
     def _start(self, job: MeasureJob, loading: Future[Any] | None) -> None:
@@ -220,20 +220,20 @@ class Sampler:
                 late = f"one run took {first_s:.3g} s, over {config.run_timeout_s:g} s"
                 self._fail(program, loaded, "run_timeout", late)
                 return
-            # The first run found nothing in the caches and may have loaded code.
+            # The first run started with cold caches and may have loaded code.
             run_s = min(first_s, self._gpu.first_run(loaded, number))
             repeats = 1 if config.cold else min(config.plan.repeats(run_s), _MAX_REPEATS)
             prepared = self._gpu.prepare(loaded, number, repeats)
         except GpuFault:
             raise
-        except Exception as err:  # whatever the driver says of this program alone
+        except Exception as err:  # any error that concerns this program alone
             self._fail(program, None, "run_error", f"{type(err).__name__}: {err}"[:500])
             return
         self._lanes[number] = _Lane(job, loaded, prepared, repeats, first_s, self._clock(), meta)
         self._send(Running(tuple(lane.job.kernel.program for lane in self._running)))
 
     def _check(self, job: MeasureJob, loaded: Any) -> tuple[str, dict[str, Any]]:
-        """Compare with the reference, if there is one: what is wrong, and what to keep of it."""
+        """Compare outputs with the reference, if there is one: what is wrong ("" if nothing), and entries for the meta."""
         reference, cuda = job.reference, job.kernel.cuda
         if reference is None or cuda is None:
             return "", {}
@@ -264,9 +264,9 @@ class Sampler:
 
 
 def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str, Any]) -> None:
-    """Serve :class:`MeasureJob` after :class:`MeasureJob` until the connection closes (runs in its own process). Sends
-    :class:`GpuFacts` (or the ProfilerError that there is no GPU), what :class:`Sampler` sends, and the :class:`GpuFault` that
-    ends it."""
+    """Serve one :class:`MeasureJob` after another until the connection closes (runs in its own process). Sends
+    :class:`GpuFacts` (or a ProfilerError if there is no GPU), then the messages of :class:`Sampler`, and the :class:`GpuFault`
+    that ends it, if any."""
     machine.die_with_parent()
     try:
         gpu = make_gpu(config.gpu, arguments)
@@ -293,11 +293,11 @@ def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str
         os._exit(1)
 
 
-# -- what deals programs to it -----------------------------------------------------------------------------------
+# -- what feeds it programs --------------------------------------------------------------------------------------
 
 
 def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
-    """Programs like this one that fit side by side: a power of two up to the number of lanes."""
+    """How many programs like this one fit side by side: a power of two up to the number of lanes."""
     if facts.partition != "whole":
         return facts.lanes  # each has a partition of its own
     blocks = max(shape.blocks for shape in cuda.launches)
@@ -308,9 +308,9 @@ def possible_degree(cuda: CudaProgram, facts: GpuFacts) -> int:
 
 
 class GpuMeasurer(Measurer):
-    """Keeps the process supplied that measures on a CUDA GPU of this machine, or on a share of it; a context that breaks, or a
-    hang, costs one program. Without `builds` programs come as :class:`KernelJob`, so that TVM is not needed. ProfilerError if
-    it is no CUDA device; on opening, if there is no GPU or another one."""
+    """Feeds programs to the process that measures on a CUDA GPU of this machine, or on a share of it. A broken context or a
+    hang costs only one program. Without `builds`, jobs must be :class:`KernelJob`, and TVM is not needed. ProfilerError if the
+    device is no CUDA device; :meth:`open` raises it if there is no GPU or one of another model."""
 
     config: GpuConfig
 
@@ -319,7 +319,7 @@ class GpuMeasurer(Measurer):
         self._device, self._arch = device, cuda_arch(device)
         self.builder = KernelBuilder, (self._arch, device.target if builds else None), 10
         self.facts: GpuFacts
-        #: Broken contexts and hangs so far.
+        #: Number of broken contexts and hangs so far.
         self.restarts = 0
         self._gpu: Worker
         self._to_measure: deque[tuple[BuildJob, MeasureJob]] = deque()
@@ -341,7 +341,7 @@ class GpuMeasurer(Measurer):
             )
 
     def _wait_for_facts(self) -> None:
-        """Wait until the measuring process has its GPU; start another if it dies over it."""
+        """Wait until the measuring process has its GPU; replace the process if it dies or takes too long."""
         for _ in range(_STARTS):
             with contextlib.suppress(WorkerDied):
                 if self._gpu.connection.poll(_START_S):
@@ -375,7 +375,7 @@ class GpuMeasurer(Measurer):
             try:
                 self._gpu.connection.send(measure)
             except (BrokenPipeError, ConnectionResetError):
-                # It died. With something in flight, that is found out when its end of the pipe is read.
+                # It died. If programs are in flight, reading from its pipe will show that.
                 if not self._in_flight:
                     self._restart("run_error", "the measuring process died")
                 return
@@ -420,8 +420,8 @@ class GpuMeasurer(Measurer):
         return meta
 
     def _restart(self, status: str, error: str) -> None:
-        """Start another measuring process, and find out who did it: one that ran alone; of several, each is tried again, alone.
-        ProfilerError if the GPU does not answer any more; what it was lost with is ``device_lost``."""
+        """Start another measuring process and find the program to blame: one that ran alone; of several, each is measured
+        again, alone. ProfilerError if the GPU does not answer any more; the blamed program's status is then ``device_lost``."""
         self.restarts += 1
         logger.warning("the GPU's context is lost (%s); %d programs are measured again", error, len(self._in_flight))
         suspects = [p for p in self._running if p in self._in_flight] or list(self._in_flight)[:1]

@@ -1,13 +1,12 @@
 """Compact ASTs: what the model sees of a program.
 
-A :class:`CompactAST` has the computations (leaves) of a PrimFunc in pre-order, a vector of named numbers for each
-(:data:`~cdmpp.program.ast.LEAF_FEATURES`), and their positions in the pre-order of the AST. It is made from the blocks
-of scheduled TIR, without lowering it, by a C++ extension (``native/``; ``walk.h`` says what counts as a node), which is built
-when cdmpp is installed. Without it everything else works, stored ASTs included. Importing this module imports neither it nor
-TVM.
+A :class:`CompactAST` has the computations (leaves) of a PrimFunc in pre-order. Each leaf has a vector of named features
+(:data:`~cdmpp.program.ast.LEAF_FEATURES`) and a position in the pre-order of the AST. A C++ extension (``native/``) makes it
+from the blocks of scheduled TIR, without lowering; ``walk.h`` says what counts as a node. The extension is built when cdmpp is
+installed. Everything else works without it, stored ASTs included. Importing this module loads neither the extension nor TVM.
 
-Names and meanings of the numbers are in ``leaf_features.yaml``; the order of :data:`LEAF_FEATURES` is the order of the columns.
-Change the meaning of any and :data:`FEATURE_VERSION` must go up: predictors and stored ASTs refuse features of another set.
+``leaf_features.yaml`` has the names and meanings of the features; the order of :data:`LEAF_FEATURES` is that of the columns.
+When the meaning of a feature changes, raise :data:`FEATURE_VERSION`: predictors and stored ASTs refuse another feature set.
 """
 
 from __future__ import annotations
@@ -56,36 +55,36 @@ __all__ = [
 #: Raised whenever the meaning of a feature changes while its name stays.
 FEATURE_VERSION = 3
 
-#: Operations that are counted per iteration ("f": floating point, "i": integer or boolean).
+#: Kinds of operations that are counted per iteration ("f": floating point, "i": integer or boolean).
 OP_KINDS: tuple[str, ...] = (
     "fadd", "fmul", "fma", "fdiv", "fminmax", "exp", "tanh", "erf", "transcendental", "sqrt", "cast", "compare",
     "select", "branch", "iadd", "imul", "idivmod", "call",
 )  # fmt: skip
-#: Those that are costly: calls of the C library, and roots.
+#: Costly operations: calls of the C library, and roots.
 SPECIAL: tuple[str, ...] = ("exp", "tanh", "erf", "transcendental", "sqrt")
 
-#: Capacities in bytes at which the bytes moved are estimated: register files, then 8 KB to 32 MB.
+#: Memory capacities in bytes for which the bytes moved are estimated: register files, then 8 KB to 32 MB.
 CAPACITIES: tuple[int, ...] = (512, 2048, 8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
-#: Innermost loops described one by one; products by kind cover all loops.
+#: Number of innermost loops that have features of their own; products of extents by kind of loop cover all loops.
 N_LOOPS = 8
-#: Accesses described one by one: stores first, then loads by bytes moved.
+#: Number of accesses that have features of their own (slots): stores first, then loads by bytes moved.
 N_SLOTS = 5
-#: Entries of translation look-aside buffers for which the pages moved are estimated.
+#: Numbers of entries of a translation look-aside buffer for which the pages moved are estimated.
 TLB_ENTRIES: tuple[int, ...] = (64, 1536)
-#: Depths (number of inner loops) at which working sets and footprints are given.
+#: Depths (numbers of inner loops) at which the features give working sets, and footprints of slots.
 WORKING_SET_DEPTHS: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 8)
 SLOT_DEPTHS: tuple[int, ...] = (1, 2, 3)
-#: Numbers of cores for which the imbalance of the parallel loops is given.
+#: Numbers of cores for which the features give the imbalance of the parallel loops.
 CORES: tuple[int, ...] = (2, 4, 8, 16, 32)
 
 
 def size_name(n: int) -> str:
-    """A capacity in bytes as feature names give it: 512b, 32kb, 2mb."""
+    """A capacity in bytes as written in feature names: 512b, 32kb, 2mb."""
     return f"{n >> 20}mb" if n >= 1 << 20 else f"{n >> 10}kb" if n >= 1 << 10 else f"{n}b"
 
 
 def _described() -> dict[str, str]:
-    """The rows of ``leaf_features.yaml``, those of one operation, loop or access once for each."""
+    """The rows of ``leaf_features.yaml``; rows about an operation, loop or access are repeated for each of them."""
     each = {"op": OP_KINDS, "loop": range(1, N_LOOPS + 1), "slot": range(1, N_SLOTS + 1)}
     return {
         name.format(**{group: one}): meaning.format(**{group: one})
@@ -95,28 +94,28 @@ def _described() -> dict[str, str]:
     }
 
 
-#: Name -> meaning of every feature, in column order.
+#: Feature name -> meaning, in column order.
 LEAF_FEATURE_DOCS: dict[str, str] = _described()
 #: Names of the columns of :attr:`cdmpp.program.ast.CompactAST.leaves`.
 LEAF_FEATURES: tuple[str, ...] = tuple(LEAF_FEATURE_DOCS)
-#: Features of a slot, in order.
+#: Features of one slot, without their prefix, in column order.
 SLOT_FEATURES: tuple[str, ...] = tuple(n.removeprefix("slot1_") for n in LEAF_FEATURES if n.startswith("slot1_"))
-#: What identifies this feature set in stored ASTs and predictors.
+#: Identifies this feature set in stored ASTs and predictors.
 FEATURE_SET: str = "ast{}-{}".format(
     FEATURE_VERSION, hashlib.blake2b("\n".join(LEAF_FEATURES).encode(), digest_size=4).hexdigest()
 )
 
 
-#: Floating-point operations that each kind of operation counts as.
+#: Number of floating-point operations that each kind of operation counts as.
 _FLOPS = np.array([{"fadd": 1, "fmul": 1, "fma": 2, "fdiv": 1, "fminmax": 1}.get(k, 0) for k in OP_KINDS], float)
-#: Floating-point instructions that each kind is, where it is one.
+#: 1 for each kind of operation that is a floating-point instruction, else 0.
 _FP = np.minimum(_FLOPS, 1)
 _SPECIAL = np.array([k in SPECIAL for k in OP_KINDS], float)
 _INTEGER = np.array([k in ("iadd", "imul", "idivmod", "compare") for k in OP_KINDS], float)
 
 
 def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
-    """Vectors of all leaves, float32 (leaves, len(LEAF_FEATURES))."""
+    """Feature vectors of all leaves, float32 (leaves, len(LEAF_FEATURES))."""
     nest = table.nest
     feet = Footprints.of(table, nest)
     moved = np.stack([traffic(nest, feet, c) for c in CAPACITIES])
@@ -180,7 +179,7 @@ def _loops(table: LeafTable, nest: LoopNest, feet: Footprints) -> FloatArray:
 
     serial = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) | ((kind == LoopKind.VECTORIZED) & ~nest.vector)
     parallel = product(kind == LoopKind.PARALLEL)
-    # The innermost parallel loop is the first from inside; without one everything is inside.
+    # Loops are in order from the innermost, so the innermost parallel loop is the first. Without one all loops are inside.
     has_parallel = (kind == LoopKind.PARALLEL).any(axis=1)
     inner = np.where(has_parallel, (kind == LoopKind.PARALLEL).argmax(axis=1), extent.shape[1])
     iterations = nest.iterations
@@ -210,7 +209,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
     is_reduction = table.leaf["is_reduction"]
     loops = np.arange(nest.extent.shape[1])
     outside = loops >= tile[:, None]
-    # Reduction loops directly around the tile, up to the first loop that is none.
+    # The reduction loops directly around the tile, up to the first loop that is no reduction loop.
     hold = np.logical_and.accumulate(nest.reduction | ~outside, axis=1) & outside
     has_next = tile < nest.n
     next_loop = np.minimum(tile, nest.extent.shape[1] - 1)
@@ -273,7 +272,7 @@ def _program(table: LeafTable, nest: LoopNest, feet: Footprints, flops: FloatArr
 
 
 def _allocations(table: LeafTable, feet: Footprints) -> list[FloatArray]:
-    """Bytes of the buffers each program allocates, by scope."""
+    """Bytes of the buffers that each program allocates, one array (programs,) per scope."""
     _, first = np.unique(table.access_buffer, return_index=True)
     program = table.leaf["program"][feet.leaf[first]].astype(np.int64)
     allocated = table.access["allocated"][first]
@@ -299,7 +298,7 @@ def _slots(table: LeafTable, nest: LoopNest, feet: Footprints, moved: FloatArray
     at = np.arange(n)
     iterations = nest.iterations[leaf]
     stride = np.abs(feet.stride)
-    # The innermost loop that comes back to the same elements, and what is touched in one iteration of it.
+    # The innermost loop whose iterations reuse the same elements; the reuse distance is what one iteration of it touches.
     again = ~feet.uses & (nest.kind[leaf] >= 0)
     carries = again.any(axis=1)
     first = again.argmax(axis=1)
@@ -326,21 +325,21 @@ def _slots(table: LeafTable, nest: LoopNest, feet: Footprints, moved: FloatArray
     return out.reshape(len(table.ops), -1)
 
 
-#: Programs whose features are computed together: enough to hide numpy's overhead, little enough for the caches.
+#: Number of programs whose features are computed together: enough to hide numpy's overhead, few enough for the caches.
 _CHUNK = 128
-#: The extension, see ``setup.py``.
+#: Module name of the C++ extension, see ``setup.py``.
 _EXTENSION = "cdmpp.program.ast._reader"
 
 
 @dataclass(frozen=True, eq=False)
 class CompactAST:
-    """A program as its leaves."""
+    """A program, represented by its leaves."""
 
     #: float32 (n_leaves, len(LEAF_FEATURES)), raw values in pre-order of the leaves.
     leaves: NDArray[np.float32]
-    #: int32 (n_leaves,), increasing positions in the pre-order of the AST; the root has position 0.
+    #: int32 (n_leaves,), positions in the pre-order of the AST, increasing; the root has position 0.
     positions: NDArray[np.int32]
-    #: Nodes of the AST: root, loops and leaves.
+    #: Number of nodes of the AST: root, loops and leaves.
     n_nodes: int
 
     @property
@@ -349,13 +348,13 @@ class CompactAST:
         return len(self.positions)
 
     def column(self, name: str) -> NDArray[np.float32]:
-        """One feature of all leaves by its name, (n_leaves,)."""
+        """One feature of all leaves, given its name, (n_leaves,)."""
         return self.leaves[:, LEAF_FEATURES.index(name)]
 
 
 def compact_asts(funcs: Iterable[Any]) -> list[CompactAST]:
-    """Compact ASTs of PrimFuncs or IRModules with one PrimFunc each, in order. ProgramError: a program has no computation or
-    symbolic shapes; the message says which. CdmppError: TVM or the C++ extension is missing."""
+    """Compact ASTs of PrimFuncs, or of IRModules with one PrimFunc each, in order. Raises ProgramError if a program has no
+    computation or has symbolic shapes (the message says which program), CdmppError if TVM or the C++ extension is missing."""
     funcs = list(funcs)
     asts: list[CompactAST] = []
     for start in range(0, len(funcs), _CHUNK):
@@ -364,12 +363,12 @@ def compact_asts(funcs: Iterable[Any]) -> list[CompactAST]:
 
 
 def compact_ast(func: Any) -> CompactAST:
-    """The compact AST of one program; for many :func:`compact_asts`, with the same errors, is several times faster."""
+    """The compact AST of one program. For many, :func:`compact_asts` is several times faster; it raises the same errors."""
     return compact_asts([func])[0]
 
 
 def prim_func(func: Any) -> Any:
-    """A PrimFunc itself, or the only PrimFunc of an IRModule (ProgramError: it is neither)."""
+    """The given PrimFunc, or the only PrimFunc of the given IRModule. Raises ProgramError for anything else."""
     tvm = import_tvm()
     if isinstance(func, tvm.IRModule):
         found = [f for f in func.functions.values() if isinstance(f, tvm.tirx.PrimFunc)]
@@ -382,7 +381,7 @@ def prim_func(func: Any) -> Any:
 
 
 def _chunk(funcs: Sequence[Any], first: int) -> list[CompactAST]:
-    """ASTs of some of the programs; ``first`` is the number of the first for messages, -1 for none."""
+    """ASTs of a part of the programs; ``first`` is the number of the first one in error messages, -1 to give no numbers."""
     reader = extension()
     prim_funcs = []
     for number, func in enumerate(funcs, first):
@@ -412,8 +411,8 @@ def _chunk(funcs: Sequence[Any], first: int) -> list[CompactAST]:
 
 @lru_cache(maxsize=1)
 def extension() -> Any:
-    """The functions of the C++ extension (``native/reader.cc``; CdmppError: it was not built, or for another version)."""
-    import_tvm()  # the extension asks TVM for its nodes
+    """The C++ extension (``native/reader.cc``). Raises CdmppError if it was not built, or for another version of cdmpp."""
+    import_tvm()  # the extension reads TVM's IR nodes
     import tvm_ffi
 
     spec = find_spec(_EXTENSION)

@@ -1,9 +1,9 @@
 """Compact ASTs of many programs in one parquet file.
 
-One row is one leaf: the hash of its program, its position, the number of nodes of the AST, and its vector. Vectors are kept
-whole, not by column: a number often occurs several times in a vector and again in the like vectors around it (programs are
-ordered so that those of one task are neighbours), which zstd turns into some 80 bytes a leaf; separate columns take a third
-more. Feature set and names are in the metadata of the file.
+One row is one leaf: the hash of its program, its position, the number of nodes of the AST, and its feature vector. A vector is
+stored whole, not split into columns: a number often occurs several times in a vector and again in the similar vectors around it
+(programs are ordered so that those of one task are neighbours). zstd compresses this to about 80 bytes per leaf; separate
+columns take a third more. The metadata of the file has the feature set and the feature names.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from cdmpp.files import replacing
 from cdmpp.program.ast import FEATURE_SET, LEAF_FEATURES, CompactAST
 
 _META_KEY = b"cdmpp_ast"
-#: Some 0.2 ms a leaf to write; 9 would be six times faster and a tenth larger.
+#: Writing takes about 0.2 ms per leaf. Level 9 would be six times faster, but the file a tenth larger.
 _COMPRESSION_LEVEL = 15
-#: The codec sees one page at a time, so pages are as large as row groups.
+#: The codec compresses one page at a time, so pages are as large as row groups.
 _PAGE_BYTES = 1 << 26
 _GROUP_ROWS = 1 << 15
-#: Like programs agree in these; they order the file.
+#: Features by which the programs in the file are sorted: similar programs agree in them.
 _ORDER = ("leaf_count", "program_bytes", "program_flops")
 
 
 def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
-    """Write ASTs by program hash; the file appears whole or not at all, in place of one that exists. FeatureMismatchError: an
-    AST has vectors of another length than :data:`LEAF_FEATURES`. DatasetError: the file cannot be written."""
+    """Write ASTs, keyed by program hash. The file is written whole or not at all, and replaces an existing one. Raises
+    FeatureMismatchError if an AST's vectors do not match :data:`LEAF_FEATURES` in length, DatasetError if writing fails."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -68,8 +68,8 @@ def save_asts(path: str | Path, asts: Mapping[str, CompactAST]) -> None:
 
 
 def load_asts(path: str | Path) -> dict[str, CompactAST]:
-    """Read ASTs by program hash, in the order of the file. FeatureMismatchError: it has another feature set. DatasetError: it
-    is missing, damaged or holds no ASTs."""
+    """Read ASTs, keyed by program hash, in the order of the file. Raises FeatureMismatchError if the file has another feature
+    set, DatasetError if it is missing, is damaged or holds no ASTs."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,11 +1,11 @@
-"""Leaves of many programs as flat arrays, on which all features are computed at once.
+"""Leaves of many programs as flat arrays, from which all features are computed at once.
 
-Loops are numbered from the innermost here: column ``k`` of an array over loops is the ``k``-th loop from inside, column ``k``
+Loops are numbered from the innermost here. Column ``k`` of an array over loops is the ``k``-th loop from inside; column ``k``
 of an array over *depths* is the state in which the ``k`` innermost loops vary (0: one iteration). The threads of a GPU block
-run together: loops bound to threads count as innermost, but for a vectorised loop.
+run together, so loops bound to threads count as innermost; only a vectorised loop is further inside.
 
-Their footprints are how much memory a leaf touches while its inner loops run, and what that means for caches and registers: an
-analytical model, independent of the device, in which caches are a fixed series of capacities.
+A footprint is how much memory a leaf touches while its inner loops run. An analytical model derives cache and register use from
+it. The model does not depend on the device: caches are a fixed series of capacities.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ BoolArray = NDArray[np.bool_]
 
 
 class LoopKind(IntEnum):
-    """Kinds of loops; the first four are TVM's own numbers."""
+    """Kinds of loops; the first four have the numbers that TVM gives them."""
 
     SERIAL, PARALLEL, VECTORIZED, UNROLLED, BLOCK_IDX, THREAD_IDX, VTHREAD = range(7)
 
 
 class Scope(IntEnum):
-    """Where a buffer lives; everything that is neither global nor shared belongs to one thread."""
+    """Memory scope of a buffer; a buffer that is neither global nor shared is LOCAL: it belongs to one thread."""
 
     GLOBAL, SHARED, LOCAL = range(3)
 
 
-#: Columns of :attr:`Collected.leaf`; ``hoisted`` are the iterations of the innermost loops that no argument of an
-#: exponential, a root or the like depends on: compilers compute it once outside of them.
+#: Columns of :attr:`Collected.leaf`. ``hoisted`` is the number of iterations of the innermost loops on which no argument of an
+#: exponential, a root or another special function depends: compilers compute such a function once outside of these loops.
 LEAF_COLUMNS = (
     "program", "loops", "itemsize", "is_float", "stores", "is_init", "is_reduction", "guarded", "predicated",
     "position", "nest", "max_step", "explicit", "domain", "branch_inner", "divmod", "divmod_inner", "opaque",
@@ -48,8 +48,8 @@ ACCESS_COLUMNS = ("itemsize", "loads", "stores", "scope", "elements", "dims")
 
 @dataclass(frozen=True)
 class Collected:
-    """Leaves of a batch of programs as they are read (``native/table.h``). *Cells* name elements of a large array of which most
-    are zero, one in each line."""
+    """Leaves of a batch of programs as the C++ extension returns them (``native/table.h``). *Cells* describe a large sparse
+    array: each line names one nonzero element of it."""
 
     #: Column -> float64 (leaves,).
     leaf: Mapping[str, FloatArray]
@@ -57,40 +57,40 @@ class Collected:
     ops: FloatArray
     #: Column -> (accesses,), ordered by leaf.
     access: Mapping[str, FloatArray]
-    #: int64 (accesses,): its leaf, and its buffer's number in the batch.
+    #: int64 (accesses,): the leaf of each access, and the number of its buffer in the batch.
     access_leaf: IntArray
     access_buffer: IntArray
-    #: int64 (rows, 3): the access, the dimension counted from the last, and the extent of the buffer in it.
+    #: int64 (rows, 3): the access, the dimension (counted from the last), and the extent of the buffer in this dimension.
     row: IntArray
-    #: int64 (leaf-loop pairs, 5): leaf, place of the loop counted from inside, the loop's number in the batch, its
-    #: depth in the program, and whether the reduction of the leaf runs over it.
+    #: int64 (leaf-loop pairs, 5): leaf, place of the loop (counted from inside), number of the loop in the batch, depth of the
+    #: loop in the program, and whether the leaf's reduction runs over the loop.
     place: IntArray
-    #: int64 (loops of all programs, 4): extent, kind, unrolled, scalarised.
+    #: int64 (loops of all programs, 4): extent, kind, unrolled, scalarised (vectorised, but TVM makes it serial again).
     node: IntArray
-    #: int64 (buffers of all programs, 3): how many outer loops all its accesses have in common, -1 for parameters;
-    #: how many outer loops have it allocated inside, so that every iteration of them uses the same storage anew;
-    #: whether the threads among these loops share one allocation.
+    #: int64 (buffers of all programs, 3): number of outer loops that all accesses to the buffer have in common, -1 for
+    #: parameters; number of outer loops inside which it is allocated, so that each of their iterations reuses the same storage
+    #: for new data; whether the thread loops among these share one allocation.
     buffer: IntArray
     #: int64 (programs, 3): number of leaves, of top-level loop nests, and of nodes of the AST.
     program: IntArray
-    #: int64 (cells, 3): row, loop, and its coefficient in the affine part of the index.
+    #: int64 (cells, 3): row, loop, and the loop's coefficient in the affine part of the index.
     linear: IntArray
-    #: int64 (cells, 3): row, loop, and what it adds to the span of the row through parts that are not affine.
+    #: int64 (cells, 3): row, loop, and what the loop adds to the span of the row through the parts of the index not affine.
     delta: IntArray
-    #: int64 (cells, 3): row, loop that such a part depends on, and its change in the first iteration.
+    #: int64 (cells, 3): row, a loop on which such a part depends, and the change of that part in the loop's first iteration.
     use: IntArray
     #: int64 (cells, 2): access, and a loop along which its address is not affine.
     gather: IntArray
     #: int64 (cells,): accesses with an index that cannot be analysed.
     opaque: IntArray
-    #: int64 (cells, 2): first and last row of accesses whose address is affine although its dimensions are not; the
-    #: last row has the address.
+    #: int64 (cells, 2): first and last row of an access whose flat address is affine although its indices are not; the last
+    #: row then holds the address.
     flat: IntArray
 
 
 @dataclass(frozen=True)
 class LoopNest:
-    """Loops of each leaf; loops that a leaf does not have are of extent 1 and kind -1."""
+    """Loops of each leaf. Where a leaf has fewer loops than columns, the rest has extent 1 and kind -1."""
 
     #: (leaves, loops), innermost first.
     extent: FloatArray
@@ -102,18 +102,18 @@ class LoopNest:
     points: FloatArray
     #: (leaves,): number of loops.
     n: IntArray
-    #: (leaves, loops): vectorised, and not turned back into a serial loop.
+    #: (leaves, loops): the loop is vectorised, and TVM does not turn it back into a serial loop.
     vector: BoolArray
-    #: (leaves,): the loop lanes run along: GPU threads, else the vectorised one, else the innermost.
+    #: (leaves,): the loop along which lanes run: GPU threads, else the vectorised loop, else the innermost loop.
     simd: IntArray
-    #: (leaves,): there is a vectorised one.
+    #: (leaves,): the leaf has a vectorised loop.
     explicit_simd: BoolArray
-    #: (leaves,): number of inner loops that are vectorised, unrolled or GPU threads: their iterations are straight-line code.
+    #: (leaves,): number of innermost loops that are vectorised, unrolled or GPU threads; they make straight-line code.
     tile: IntArray
 
     @property
     def iterations(self) -> FloatArray:
-        """Iterations of all loops, (leaves,)."""
+        """Iterations of all loops of each leaf, (leaves,)."""
         return self.points[:, -1]
 
     @classmethod
@@ -150,21 +150,21 @@ class LoopNest:
 
 
 def with_one(array: FloatArray) -> FloatArray:
-    """A column of ones before the others."""
+    """The array with a column of ones before the others."""
     return np.concatenate([np.ones((len(array), 1)), array], axis=1)
 
 
 @dataclass(frozen=True)
 class LeafTable(Collected):
-    """Everything the features of a batch of programs are computed from; ``access`` has the columns ``prefix`` (of
-    :attr:`buffer`, 0 for parameters), ``allocated`` and ``irregular`` besides."""
+    """Everything from which the features of a batch of programs are computed. ``access`` has three more columns: ``prefix``
+    (first column of :attr:`buffer`, 0 for parameters), ``allocated`` and ``irregular``."""
 
     nest: LoopNest
-    #: float64 (rows,): a row is one dimension of one access; extent of the buffer in it.
+    #: float64 (rows,): extent of the buffer in the row's dimension; a row is one dimension of one access.
     shape: FloatArray
-    #: int64 (rows,): the access.
+    #: int64 (rows,): the access of each row.
     row_access: IntArray
-    #: float64 (rows, loops): change of the index by one iteration of the loop alone.
+    #: float64 (rows, loops): by how much the index changes in one iteration of this loop alone.
     coef: FloatArray
     #: float64 (rows, depths): largest minus smallest index while the ``k`` innermost loops vary.
     span: FloatArray
@@ -172,12 +172,12 @@ class LeafTable(Collected):
     uses: BoolArray
     #: bool (accesses, loops): the address depends on the loop in a way that is not affine.
     gathers: BoolArray
-    #: bool (accesses, loops): every iteration of the loop uses the storage of the buffer anew.
+    #: bool (accesses, loops): every iteration of the loop reuses the storage of the buffer for new data.
     renewed: BoolArray
 
 
 def leaf_table(found: Collected) -> LeafTable:
-    """The table of the programs that were collected."""
+    """The table of a collected batch of programs."""
     nest = LoopNest.of(found)
     row_access, _, row_extent = found.row.T
     leaf, k, _, pair_depth, _ = found.place.T
@@ -221,33 +221,33 @@ def leaf_table(found: Collected) -> LeafTable:
 SIMD_BYTES: tuple[int, ...] = (16, 32, 64)
 LINE_BYTES = 64.0
 PAGE_BYTES = 4096.0
-#: Sets of a cache of 64 sets (32 KB, 8 ways) and of 1024 sets (1 MB, 16 ways) repeat after so many bytes.
+#: Bytes after which addresses map to the same set again, in a cache of 64 sets (32 KB, 8 ways) and one of 1024 (1 MB, 16 ways).
 SET_PERIODS = (4 << 10, 64 << 10)
 
 
 @dataclass(frozen=True)
 class Footprints:
-    """What the accesses touch."""
+    """Memory that the accesses touch."""
 
     #: (accesses,): :attr:`LeafTable.access_leaf`.
     leaf: IntArray
     #: (accesses, depths): distinct elements of storage touched by the ``k`` innermost loops.
     elements: FloatArray
-    #: (accesses, depths): distinct elements of data, for storage may be used anew.
+    #: (accesses, depths): distinct elements of data; more than ``elements`` where storage is reused for new data.
     data: FloatArray
-    #: (accesses, depths): distinct cache lines, in bytes.
+    #: (accesses, depths): bytes of the distinct cache lines touched.
     lines: FloatArray
-    #: (accesses, depths): distinct pages of 4 KB.
+    #: (accesses, depths): distinct pages of 4 KB touched.
     pages: FloatArray
-    #: (accesses, depths): elements that lie side by side in storage.
+    #: (accesses, depths): number of touched elements that lie side by side in storage.
     runs: FloatArray
-    #: (accesses, loops): elements between the addresses of successive iterations of one loop.
+    #: (accesses, loops): stride in elements between the addresses of successive iterations of one loop.
     stride: FloatArray
     #: (accesses, loops): the data accessed depend on the loop.
     uses: BoolArray
     #: (accesses,): bytes of the buffer as it will be allocated.
     storage: FloatArray
-    #: (leaves, depths): bytes touched by all leaves below the ``k``-th loop while it runs once through.
+    #: (leaves, depths): bytes touched by all leaves inside the ``k``-th loop while it runs through once.
     working_set: FloatArray
     #: (programs,): bytes touched by the whole program.
     program_bytes: FloatArray
@@ -288,13 +288,13 @@ class Footprints:
 
 
 def _by_access(function: np.ufunc, starts: IntArray, values: NDArray[Any]) -> NDArray[Any]:
-    """Sum, maximum or the like over the rows of each access; ``starts`` has the first row of each."""
+    """``function`` (a sum, a maximum) reduced over the rows of each access; ``starts`` has the first row of each access."""
     return function.reduceat(values, starts, axis=0) if len(starts) else values
 
 
 def by_leaf(function: np.ufunc, leaf: IntArray, values: NDArray[Any], n_leaves: int) -> NDArray[Any]:
-    """Sum, maximum or the like over the accesses or rows of each leaf, (leaves, ...); zero for leaves without any. ``leaf``
-    (accesses | rows,) must not decrease."""
+    """``function`` (a sum, a maximum) reduced over the accesses or rows of each leaf, (leaves, ...); zero for leaves without
+    any. ``leaf`` (accesses | rows,) is the leaf of each value and must not decrease."""
     out = np.zeros((n_leaves, *values.shape[1:]), dtype=values.dtype)
     first = np.flatnonzero(np.diff(leaf, prepend=-1))
     if len(first):
@@ -303,8 +303,8 @@ def by_leaf(function: np.ufunc, leaf: IntArray, values: NDArray[Any], n_leaves: 
 
 
 def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
-    """Extent of each row's dimension as allocated: TVM shrinks a buffer to what is live between the loops that
-    all its accesses share."""
+    """Extent of each row's dimension as allocated: inside the loops that all accesses to a buffer share, TVM shrinks the
+    buffer to the part that is live."""
     shape = table.shape
     allocated = table.access["allocated"][table.row_access]
     if not allocated.any():
@@ -319,9 +319,9 @@ def _storage_shape(table: LeafTable, buffer: IntArray) -> FloatArray:
 
 @dataclass(frozen=True)
 class _Extents:
-    """Where in storage the elements of each access lie, (accesses, depths) each: ``run`` elements from first to last without a
-    gap between rows, ``run_count`` of them touched, ``outer`` such runs, ``linear`` elements from the very first to the very
-    last. ``strides`` is the element stride of each row, (rows,)."""
+    """Where in storage the elements of each access lie, (accesses, depths) each. ``run``: elements from the first to the last
+    of a run, which has no gap between rows; ``run_count``: those of them that are touched; ``outer``: number of such runs;
+    ``linear``: elements from the very first to the very last. ``strides`` is the element stride of each row, (rows,)."""
 
     run: FloatArray
     run_count: FloatArray
@@ -330,7 +330,7 @@ class _Extents:
     strides: FloatArray
 
     def blocks(self, size: FloatArray) -> FloatArray:
-        """Aligned blocks (lines, pages) of ``size`` elements (accesses,) that are touched, (accesses, depths)."""
+        """Number of aligned blocks (lines, pages) of ``size`` elements (accesses,) that are touched, (accesses, depths)."""
         size = size[:, None]
         blocks = self.outer * np.minimum(np.ceil(self.run / size), self.run_count)
         return np.minimum(blocks, np.ceil((self.linear + 1) / size))
@@ -366,8 +366,8 @@ def _extents(table: LeafTable, starts: IntArray, shape: FloatArray, span: FloatA
 def _working_sets(
     table: LeafTable, nest: LoopNest, leaf: IntArray, buffer: IntArray, lines: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Bytes touched below each loop by all leaves in it, and by each program; a buffer that several leaves touch counts once,
-    with the largest of their footprints."""
+    """Bytes touched inside each loop by all its leaves, (leaves, depths), and by each program, (programs,). A buffer that
+    several leaves touch counts once, with the largest of their footprints."""
     n_leaves, loops = nest.extent.shape
     n_nodes, n_programs = len(table.node), len(table.program)
     node = nest.node[leaf]
@@ -391,24 +391,24 @@ def _working_sets(
 
 
 def traffic(nest: LoopNest, feet: Footprints, capacity: float) -> FloatArray:
-    """Bytes each access moves into a memory of some capacity, (accesses,).
+    """Bytes that each access moves into a memory of the given capacity, (accesses,).
 
-    Let ``k`` inner loops be the most whose working set fits. Loop ``k + 1`` then finds again what one iteration left, so that
-    its new data are moved once; every loop around it moves all of that again."""
+    Let ``k`` be the largest number of inner loops whose working set fits. Loop ``k + 1`` then finds again what its previous
+    iteration left, so each new datum is moved once; every iteration of the loops around it moves all of that again."""
     return _moved(nest, feet, feet.lines, feet.working_set[:, 1:] <= capacity)
 
 
 def conflict_traffic(table: LeafTable, nest: LoopNest, feet: Footprints, capacity: float, period: int) -> FloatArray:
-    """As :func:`traffic`, into a cache whose sets repeat after ``period`` bytes, (accesses,).
+    """As :func:`traffic`, for a cache in which addresses ``period`` bytes apart map to the same set, (accesses,).
 
-    An access that strides by a multiple of a large power of two uses few of the sets. Its lines then fill the cache as many
-    times faster as there are sets that it leaves out."""
+    An access whose stride is a multiple of a large power of two uses few of the sets. Its lines then fill the cache faster, by
+    the ratio of the sets that they could use to those that they do use."""
     sets = period / LINE_BYTES
     itemsize = table.access["itemsize"][:, None]
     extent = np.where(feet.uses, nest.extent[feet.leaf], 1.0)
     step = np.abs(feet.stride) * itemsize
     whole = np.where(table.gathers | (step == 0), 1, step).astype(np.int64)
-    aligned = whole | period  # its lowest bit is the greatest common divisor, for the period is a power of two
+    aligned = whole | period  # its lowest bit is gcd(step, period), because the period is a power of two
     positions = np.minimum(extent, period // (aligned & -aligned))
     used = np.maximum(1.0, positions * np.minimum(1.0, step / LINE_BYTES))
     used = np.where(table.gathers, extent, used)
@@ -419,7 +419,7 @@ def conflict_traffic(table: LeafTable, nest: LoopNest, feet: Footprints, capacit
 
 
 def page_traffic(nest: LoopNest, feet: Footprints, entries: Sequence[int]) -> list[FloatArray]:
-    """Pages each access moves into tables of so many entries (TLBs), (accesses,) each; as :func:`traffic`."""
+    """Pages that each access moves into TLBs with the given numbers of entries, (accesses,) each; as :func:`traffic`."""
     touched = by_leaf(np.add, feet.leaf, feet.pages, len(nest.n))[:, 1:]
     return [_moved(nest, feet, feet.pages, touched <= n) for n in entries]
 
@@ -432,8 +432,8 @@ def _moved(nest: LoopNest, feet: Footprints, touched: FloatArray, fits: BoolArra
 
 
 def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
-    """Element loads (or stores) each access needs when straight-line code loads an element once, (accesses,); an access that
-    the loop around such code does not move stays in registers across it."""
+    """Element loads (or stores) of each access if straight-line code loads each element once, (accesses,). If the loop around
+    that code does not change what an access touches, its elements stay in registers during this loop."""
     k = nest.tile[feet.leaf]
     rows = np.arange(len(k))
     still = (k < nest.n[feet.leaf]) & ~feet.uses[rows, np.minimum(k, feet.uses.shape[1] - 1)]
@@ -442,7 +442,7 @@ def register_elements(nest: LoopNest, feet: Footprints) -> FloatArray:
 
 
 def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
-    """Whether a compiler can run the innermost loop in lanes although the schedule did not say so, (leaves,)."""
+    """Whether a compiler can vectorise the innermost loop although the schedule does not, (leaves,)."""
     kind = nest.kind[:, 0]
     simple = np.isin(kind, (LoopKind.SERIAL, LoopKind.UNROLLED)) & ~nest.reduction[:, 0] & ~nest.explicit_simd
     for name in ("branch_inner", "opaque", "guarded"):
@@ -452,10 +452,10 @@ def auto_simd(table: LeafTable, nest: LoopNest, feet: Footprints) -> BoolArray:
 
 
 def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: int) -> FloatArray:
-    """Instructions per iteration of a leaf if lanes are ``simd_bytes`` wide, (leaves,): 1 for scalar code.
+    """Instructions per iteration of a leaf with SIMD registers of ``simd_bytes``, (leaves,): 1 for scalar code.
 
-    A vectorised loop is one vector that is cut into registers, the last one partly used. A compiler uses the widest registers
-    that suit the number of iterations, and runs the rest one by one."""
+    A vectorised loop is one vector, split into registers of which the last may be only partly used. A compiler that vectorises
+    by itself uses the widest registers that suit the number of iterations, and runs the remaining iterations one by one."""
     itemsize = np.maximum(table.leaf["itemsize"], 1.0)
     extent = nest.extent[np.arange(len(itemsize)), nest.simd]
     explicit = np.ceil(extent / np.maximum(1.0, simd_bytes / itemsize)) / extent
@@ -468,8 +468,8 @@ def simd_packs(table: LeafTable, nest: LoopNest, auto: BoolArray, simd_bytes: in
 
 
 def neighbour_packs(table: LeafTable, nest: LoopNest, feet: Footprints, simd_bytes: int) -> FloatArray:
-    """Instructions per iteration, (leaves,), if a compiler puts straight-line code into lanes where copies of a statement store
-    to neighbouring elements (superword-level parallelism)."""
+    """Instructions per iteration, (leaves,), if a compiler packs straight-line code into SIMD registers where copies of a
+    statement store to neighbouring elements (superword-level parallelism)."""
     at = np.arange(len(feet.leaf))
     stores = table.access["stores"] > 0
     run = np.where(stores, feet.runs[at, nest.tile[feet.leaf]], 0.0)

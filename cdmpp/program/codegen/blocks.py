@@ -1,8 +1,8 @@
-"""Decoded instructions of x86-64, and the blocks, dominators and natural loops that they make.
+"""Decoded instructions of x86-64, and their basic blocks, dominators and natural loops.
 
-Compilers lay blocks out in any order, so loops are found as compilers find them: an edge to a block that dominates its
-source closes a loop, whose body is what reaches that edge without passing the block (Aho, Lam, Sethi, Ullman: Compilers,
-section 9.6).
+Compilers lay blocks out in any order, so loops are found as compilers find them: an edge to a block that dominates the edge's
+source closes a loop. The loop's body is every block that reaches this edge without passing the dominating block (Aho, Lam,
+Sethi, Ullman: Compilers, section 9.6).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import networkx as nx
 
 
 class Register(NamedTuple):
-    """A register by the name of the widest that it is part of (eax: rax, xmm0: zmm0), and how many bits of that."""
+    """A register: the name of the widest register that it is part of (eax: rax, xmm0: zmm0), and how many of its bits."""
 
     name: str
     bits: int
 
 
 class Address(NamedTuple):
-    """An operand in memory, at base + scale * index + displacement; the index of a gather is a vector."""
+    """A memory operand at base + scale * index + displacement; the index of a gather is a vector."""
 
     base: str | None
     index_register: str | None = None
@@ -33,12 +33,12 @@ class Address(NamedTuple):
 
     @property
     def is_slot(self) -> bool:
-        """Whether it is a slot of the stack."""
+        """Whether it is a stack slot."""
         return self.base in ("rsp", "rbp") and self.index_register is None
 
 
 Operand: TypeAlias = Register | Address | int
-#: What holds an integer: a 64-bit register, or a slot of the stack.
+#: A place that holds an integer: a 64-bit register or a stack slot.
 Location: TypeAlias = str | Address
 
 INTEGER_REGISTERS = frozenset(
@@ -50,50 +50,50 @@ class Instruction(NamedTuple):
     """A decoded instruction."""
 
     address: int
-    #: As Intel writes it, in lower case.
+    #: Intel's mnemonic, in lower case.
     name: str
-    #: In Intel's order: what is written comes first. Of branches the address that they go to.
+    #: In Intel's order: the operand that is written comes first. A branch has its target address.
     operands: tuple[Operand, ...]
-    #: The operand in memory, and its width.
+    #: The memory operand, and its width in bits.
     memory: Address | None
     memory_bits: int
-    #: Whether that is read and written; neither of ``lea``.
+    #: Whether the memory operand is read, and whether it is written; ``lea`` does neither.
     loads: bool
     stores: bool
-    #: Registers by their names, those of the address among them; what is written in part is read too.
+    #: Names of the registers read (with those of the address) and written; a register that is written in part is also read.
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    #: Integer registers and slots of the stack among what is written.
+    #: Integer registers and stack slots that are written.
     changes: tuple[Location, ...]
-    #: What comes next: "next", "branch" (next, or a jump), "jump", "call" or "end".
+    #: What runs next: "next" (the next instruction), "branch" (the next or the jump's target), "jump", "call" or "end".
     flow: str
-    #: Of a jump, conditional move and the like, "ne"; None for those that ask for parity and overflow.
+    #: Condition of a jump, conditional move and the like, such as "ne"; None for conditions on parity and overflow.
     condition: str | None
-    #: Whether it changes what conditions ask for.
+    #: Whether it changes the flags that conditions test.
     sets_flags: bool
 
     @property
     def target(self) -> int | None:
-        """Address that a jump goes to; None for other instructions and where a register or memory says so."""
+        """Target address of a jump; None for other instructions, and where a register or memory holds the target."""
         to = self.operands[0] if self.flow in ("branch", "jump") else None
         return to if isinstance(to, int) else None
 
     def width(self, operand: Operand) -> int:
-        """Bits of an operand; of a constant those of the operand that is written."""
+        """Bits of an operand; for a constant, the bits of the operand that is written."""
         if isinstance(operand, int):
             operand = self.operands[0]
         return operand.bits if isinstance(operand, Register) else self.memory_bits
 
 
 def location_of(operand: Operand) -> Location | None:
-    """The location that an operand is; None for constants, vectors and memory outside of the stack."""
+    """The operand as a location; None for constants, vectors and memory outside of the stack."""
     if isinstance(operand, Register):
         return operand.name if operand.name in INTEGER_REGISTERS else None
     return operand if isinstance(operand, Address) and operand.is_slot else None
 
 
 def signed(number: int, bits: int) -> int:
-    """The low bits of a number as one with a sign."""
+    """The low ``bits`` of a number as a signed number."""
     number &= (1 << bits) - 1
     return number - (1 << bits) if number >> (bits - 1) else number
 
@@ -102,32 +102,32 @@ def signed(number: int, bits: int) -> int:
 class Loop:
     """A natural loop."""
 
-    #: The block that every iteration begins with.
+    #: The block with which every iteration begins.
     header: int
-    #: Its blocks, the header among them.
+    #: Its blocks, with the header.
     body: set[int]
-    #: Blocks that go back to the header.
+    #: Blocks that jump back to the header.
     latches: list[int]
-    #: Number of the innermost loop around it; None outside of all.
+    #: Number of the innermost loop around it; None if there is none.
     parent: int | None = None
 
 
 @dataclass
 class FlowGraph:
-    """Control flow of what stands under one symbol: a function, and those that have no symbol of their own."""
+    """Control flow of the code under one symbol: a function, and the functions after it that have no symbol of their own."""
 
-    #: At least one.
+    #: The instructions, at least one.
     function: Sequence[Instruction]
-    #: (first, last) instruction of each block. The last block is empty: it precedes all that nothing else leads to.
+    #: (first, last) instruction of each block. The last block is empty: it precedes the blocks to which nothing else leads.
     blocks: list[tuple[int, int]] = field(init=False)
-    #: Blocks that may follow each: of a conditional jump its target, then the next.
+    #: Blocks that may follow each block; after a conditional jump its target, then the next block.
     successors: list[list[int]] = field(init=False)
     predecessors: list[list[int]] = field(init=False)
-    #: Blocks in reverse postorder; without those that only fill up the space between others.
+    #: Blocks in reverse postorder, without those that only pad the space between others.
     order: list[int] = field(init=False)
-    #: Immediate dominator of each block; that of the empty one is itself.
+    #: Immediate dominator of each block; the empty block is its own.
     dominator: dict[int, int] = field(init=False)
-    #: Outer loops before those inside them.
+    #: Loops, outer ones before those inside them.
     loops: list[Loop] = field(init=False)
     #: Header -> number of its loop.
     loop_at: dict[int, int] = field(init=False)
@@ -187,11 +187,11 @@ class FlowGraph:
         return self.function[first : last + 1]
 
     def condition(self, block: int) -> str | None:
-        """Condition of the jump at the end of a block; None where there is none that is known."""
+        """Condition of the jump at the end of a block; None if there is none or it is not known."""
         return self.function[self.blocks[block][1]].condition
 
     def nest(self, number: int | None) -> list[int]:
-        """A loop and those around it, the innermost first; none for None."""
+        """A loop and the loops around it, the innermost first; an empty list for None."""
         found = []
         while number is not None:
             found.append(number)
@@ -199,7 +199,7 @@ class FlowGraph:
         return found
 
     def dominates(self, over: int, block: int) -> bool:
-        """Whether every way to a block passes another."""
+        """Whether every path to ``block`` passes ``over``."""
         while block != over:
             above = self.dominator[block]
             if above == block:

@@ -1,4 +1,4 @@
-"""Object code of programs, compiled for a target that may be another machine's."""
+"""Compiles programs to object code, for a target that may be another machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cdmpp.program import import_tvm
 
 
 def compile_to_shared_object(func: Any, target: dict[str, Any], path: Path) -> None:
-    """Compile `func` for `target` (llvm) into the shared object `path`; its entry is ``main``. For a machine of another kind
-    than this one `path` is an object that it has to link.
+    """Compile `func` for `target` (llvm) into the shared object `path`; its entry is ``main``. If the target is of another
+    architecture than this machine, `path` becomes an object file, which has to be linked on the target machine.
 
-    Linked by ``ld`` itself (5 ms; the compiler driver that TVM would start takes 30)."""
+    ``ld`` is called directly: it takes 5 ms, the compiler driver that TVM would start takes 30."""
     tvm = import_tvm()
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     executable = tvm.compile(mod, target=tvm.target.Target(target))

@@ -1,6 +1,6 @@
-"""What an instruction costs on a core: latency, micro-ops, and the units that it keeps busy.
+"""What an instruction costs on a core: its latency, its micro-ops, and the execution units that it keeps busy.
 
-Taken from LLVM's scheduling models (``cores.parquet``), with corrections and what they leave out (``cores.yaml``).
+The costs come from LLVM's scheduling models (``cores.parquet``); ``cores.yaml`` corrects them and adds what they leave out.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
-#: What a call, and a gather where its units are not known, keep busy alone.
+#: Imaginary unit that only calls, and gathers whose units are not known, keep busy.
 _ALONE = ("alone",)
-#: Instructions that only set a register to a constant, whatever it holds: of a register with itself.
+#: Instructions that, applied to a register and itself, set it to a constant, whatever it holds.
 _IDIOMS = ("xor", "pxor", "pcmpeq", "kxnor", "kxor", "psub", "sub")
 _MOVES = ("mov", "vmov", "vbroadcast", "vpbroadcast")
-#: Part of the window that waits for operands while a chain ends: fits labels of a Zen 3, 4 and 5 and a Cascade Lake.
+#: Share of the window that waits for operands while a chain ends; it fits the labels of a Zen 3, 4 and 5 and a Cascade Lake.
 _WAITING = 0.7
 _NOTHING = ("nop", "vzeroupper", "endbr64", "prefetch", "ret")
 
 
 class Cost(NamedTuple):
-    """Of one instruction, in cycles; uses are (cycles, units any of which may do it), ``unit:2`` being two alike."""
+    """Cost of one instruction, in cycles; ``uses`` are (cycles, units any of which may do it), ``unit:2`` is two alike."""
 
     latency: float
     micro_ops: float
     uses: tuple[tuple[float, tuple[str, ...]], ...]
 
     def and_then(self, other: Cost) -> Cost:
-        """Of both, one after the other, as one fused micro-op."""
+        """Cost of both instructions, one after the other, as one fused micro-op."""
         return Cost(self.latency + other.latency, max(self.micro_ops, other.micro_ops), self.uses + other.uses)
 
 
@@ -55,11 +55,11 @@ def _facts() -> Mapping[str, Any]:
 
 @cache
 def _table() -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """Rows by core; none of those that have another's."""
+    """Rows of the table, keyed by core; an empty list for a core that uses the rows of another core (``rows_of``)."""
     import pyarrow.parquet as pq
 
     found: dict[str, Any] = {name: [] for name, facts in _facts()["cores"].items() if "rows_of" in facts}
-    # ``read_table`` would import pandas, which takes every builder half a second
+    # ``read_table`` would import pandas, which costs every builder half a second
     for row in pq.ParquetFile(_FOLDER / "cores.parquet").read().to_pylist():
         found.setdefault(row["core"], []).append(row)
     return found
@@ -79,13 +79,13 @@ def _rows(core: str) -> dict[str, Cost]:
 
 
 def _use(term: str) -> tuple[float, tuple[str, ...]]:
-    """Of ``2*a|b``: two cycles of one of two units."""
+    """Parse a use: ``2*a|b`` is two cycles of one of the units a and b."""
     cycles, _, units = term.partition("*")
     return float(cycles), tuple(units.split("|"))
 
 
 def _rows_unlike(rows: Mapping[str, Cost], facts: Mapping[str, Any]) -> dict[str, Cost]:
-    """Rows with what a core's facts say differs."""
+    """Rows with the differences that a core's facts list."""
     found = {}
     for name, cost in rows.items():
         if facts.get("full_width"):
@@ -101,7 +101,7 @@ def _rows_unlike(rows: Mapping[str, Cost], facts: Mapping[str, Any]) -> dict[str
 
 
 def core_name(device: Device) -> str:
-    """The core of the table that runs code as a CPU does; where it is not there the nearest of its vendor, with a warning."""
+    """The core in the table that runs code like the device; if there is none, the vendor's nearest core, with a warning."""
     name: str = _facts()["core_of"].get(device.arch, device.arch)
     if name in _table():
         return name
@@ -114,14 +114,14 @@ _warn = cache(logger.warning)
 
 
 def counts_key(device: Device) -> str:
-    """Identifies the code that a device's target makes and the core that runs it."""
+    """A key for the code that is generated for a device's target and, for a CPU, the core that runs it."""
     code = code_key(device.target)
     return f"{code}-{core_name(device)}" if device.kind == "cpu" else code
 
 
 @cache
 def core_of(name: str) -> Core:
-    """A core by the name that :func:`core_name` gives; read once."""
+    """The core with a name from :func:`core_name`; it is read once and cached."""
     return Core(name)
 
 
@@ -132,52 +132,52 @@ class Core:
         facts = {**_facts()["defaults"], **_facts()["cores"].get(name, {})}
         self.name = name
         self.width, self.window = float(facts["width"]), int(facts["window"])
-        #: Entries of the schedulers of general and of vector instructions; the same twice where one is for all.
+        #: Scheduler entries for general and for vector instructions; the second is 0 where one scheduler is for both.
         self.queues = (int(facts["queue"]), int(facts.get("vector_queue", 0)))
         self.forward: Mapping[str, float] = facts["forward"]
         self.l1_kb = int(facts["l1_kb"])
-        #: Cycles for a line from the second level.
+        #: Cycles for a cache line from the second level.
         self.line = float(facts["line"])
         self._facts, self._rows = facts, _rows(name)
         self._known: dict[tuple[Any, ...], Cost] = {}
-        #: Instructions without a row, as ``vaddps z z m``.
+        #: Instructions seen so far that have no row, written like ``vaddps z z m``.
         self.missing: set[str] = set()
 
     def cost(self, instruction: Instruction) -> Cost:
-        """Cost of an instruction, loads from the first level among it."""
+        """Cost of an instruction, with its loads from the first cache level."""
         key = instruction.name, kinds_of_operands(instruction), instruction.loads, instruction.stores
         if key not in self._known:
             self._known[key] = self._cost(instruction, key[1])
         return self._known[key]
 
     def latencies(self, instruction: Instruction) -> tuple[float, float]:
-        """Cycles until what an instruction loads is there, and from all that it needs to its result; 0 for moves."""
+        """Cycles of an instruction's load, and cycles from all of its operands to its result, 0 for moves from or to memory."""
         kinds = kinds_of_operands(instruction)
         wide = next((kind for kind in kinds if kind in "zyx"), "r")
         latency, memory = self.cost(instruction).latency, "m" in kinds and instruction.flow != "call"
         if memory and (instruction.loads or instruction.stores):
             if instruction.name.startswith(_MOVES):
                 latency = 0.0
-            else:  # of the same with a register: models differ in how long the load takes
+            else:  # of the same instruction with a register: models differ in how long the load takes
                 row = self._find(instruction.name, tuple(wide if kind == "m" else kind for kind in kinds))
                 latency = latency if row is None else row.latency
         loading = self.load(wide).latency if memory and instruction.loads else 0.0
         return loading, latency
 
     def is_missing(self, instruction: Instruction) -> bool:
-        """Whether an instruction has no row, and is taken to cost as much as an addition."""
+        """Whether an instruction has no row in the table; its cost is then taken to be that of an addition."""
         self.cost(instruction)
         return bool(self.missing) and " ".join((instruction.name, *kinds_of_operands(instruction))) in self.missing
 
     def load(self, kind: str) -> Cost:
-        """Cost of a load into a register of a kind."""
+        """Cost of a load into a register of the given kind."""
         return self._rows["mov r m" if kind == "r" else f"vmovups {kind} m"]
 
     def busiest(self, uses: Mapping[tuple[str, ...], float]) -> float:
-        """Cycles that uses of units take at least: the most loaded set of units, each of which is alike.
+        """Least number of cycles for the given uses of units, set by the most loaded set of units.
 
-        The maximum over sets of units of the work that only they can do, over their number, is what a perfect schedule takes
-        (Abel and Reineke, uops.info, ASPLOS'19; Ritter and Hack, PMEvo, PLDI'20, section 3)."""
+        For a set of units, the work that only they can do is divided by their number. The maximum over all sets is what a
+        perfect schedule takes (Abel and Reineke, uops.info, ASPLOS'19; Ritter and Hack, PMEvo, PLDI'20, section 3)."""
         sets: set[frozenset[str]] = set()
         for units in uses:
             own = frozenset(units)
@@ -237,7 +237,7 @@ def _number(units: frozenset[str]) -> int:
 
 
 def kinds_of_operands(instruction: Instruction) -> tuple[str, ...]:
-    """z, y, x: vectors; k: a mask; m: memory; r: another register. Nothing of a constant."""
+    """A letter for each operand: z, y, x: vectors; k: a mask; m: memory; r: another register. Constants have none."""
     kinds = []
     for operand in instruction.operands:
         if isinstance(operand, Address):
@@ -249,15 +249,15 @@ def kinds_of_operands(instruction: Instruction) -> tuple[str, ...]:
 
 
 def with_overlap(counts: NDArray[np.floating], core: Core) -> NDArray[np.float64]:
-    """Counts (n, len(CODEGEN_FEATURES)) in whose longest loops one entry overlaps with the next.
+    """Counts (n, len(CODEGEN_FEATURES)), corrected for overlap: in the longest loops, one entry overlaps with the next.
 
     While a chain of dependent instructions ends, the core already looks at the next entry of its loop, as far as its window
-    reaches: of a chain over n instructions n / (n + w) is left, w being the window's part that waits for operands."""
+    reaches. Of a chain over n instructions n / (n + w) is left, where w is the part of the window that waits for operands."""
     found = np.array(counts, dtype=np.float64)
     loops = found[:, -LOOPS * len(LOOP_FEATURES) :].reshape(len(found), LOOPS, len(LOOP_FEATURES))
     of = {name: loops[:, :, number] for number, name in enumerate(LOOP_FEATURES)}
     span = np.maximum(of["instructions"] * np.maximum(of["trips"], 1.0), 1.0)
-    # counted is that only loops shorter than the window overlap
+    # the counts assume that only loops shorter than the window overlap: undo this first
     chain = of["chain"] * np.maximum(1.0, core.window / span) * span / (span + _WAITING * core.window)
     cycles = np.maximum.reduce([of["units"], of["front"], chain, core.line * of["l1_lines"]])
     for name, total, values in (("chain", "chain_cycles", chain), ("cycles", "core_cycles", cycles)):
@@ -269,7 +269,7 @@ def with_overlap(counts: NDArray[np.floating], core: Core) -> NDArray[np.float64
 
 @cache
 def _names(name: str) -> tuple[str, ...]:
-    """An instruction, and others that cost as much."""
+    """Names to look up for an instruction: its own, and those of instructions that cost as much."""
     found = [name]
     if name.startswith("j"):
         return ("jmp",) if name == "jmp" else ("jne", "jmp")
@@ -281,7 +281,7 @@ def _names(name: str) -> tuple[str, ...]:
         found += [f"vfmadd231{fused[1]}"]
     if not name.startswith("v"):
         found += [f"v{other}" for other in found]
-    # a scalar costs what a vector does: LLVM has some wrong
+    # a scalar instruction costs as much as the vector one: LLVM has some scalar ones wrong
     scalars = [f"{other[:-2]}p{other[-1]}" for other in found if other.endswith(("ss", "sd"))]
     if not name.startswith(("vmov", "mov", "vucom", "vcom", "vcvt")):
         return (*scalars, *found)
@@ -289,7 +289,7 @@ def _names(name: str) -> tuple[str, ...]:
 
 
 def is_idiom(instruction: Instruction) -> bool:
-    """Whether it sets its first operand to a constant without waiting for anything."""
+    """Whether an instruction sets its first operand to a constant without waiting for any operand."""
     registers = instruction.operands[-2:]
     return (
         instruction.name.removeprefix("v").startswith(_IDIOMS) and len(registers) == 2 and registers[0] == registers[1]

@@ -1,4 +1,4 @@
-"""Instructions of compiled functions by kind, once and as often as they run.
+"""Counts the instructions of compiled functions by kind: each once, and each as often as it runs.
 
 x86 only: the kinds are those of SSE and AVX code.
 """
@@ -35,19 +35,19 @@ _SHUFFLES = (
     "vperm", "vinsert", "vextract", "vunpck", "vshuf", "vblend", "vpblend", "vpack", "vpunpck", "valign", "vpinsr",
     "vpextr", "vmovhl", "vmovlh", "vpshuf", "vcompress", "vexpand",
 )  # fmt: skip
-#: Elements that a kind of arithmetic works on.
+#: Number of elements that one arithmetic instruction works on, by the suffix of its kind.
 _LANES = {"z": 16, "y": 8, "x": 4, "s": 1}
-#: A loop inside another is taken to run so many times more often.
+#: A loop inside another is assumed to run this many times as often.
 _DEPTH_WEIGHT = 8.0
 
 FloatArray = NDArray[np.float64]
 
 
 def codegen_features(path: str | Path, core: Core) -> NDArray[np.float32]:
-    """Counts of an object file or shared object, and what it takes on a core, float32 (len(CODEGEN_FEATURES),).
+    """Counts of an object file or shared object, and the cycles it takes on a core, float32 (len(CODEGEN_FEATURES),).
 
-    ProgramError: it is no object file for x86-64, has no symbols or no function of a program. CdmppError: as
-    :func:`require_decoder`."""
+    Raises ProgramError if it is not an object file for x86-64, has no symbols or has no function of a program; CdmppError as
+    :func:`require_decoder` does."""
     require_decoder()
     from cdmpp.program.codegen.disassemble import read_functions
 
@@ -55,7 +55,7 @@ def codegen_features(path: str | Path, core: Core) -> NDArray[np.float32]:
 
 
 def require_decoder() -> None:
-    """CdmppError where what decodes instructions is not installed."""
+    """Raise CdmppError if the instruction decoder (iced-x86, pyelftools) is not installed."""
     try:
         import cdmpp.program.codegen.disassemble  # noqa: F401
     except ImportError as err:
@@ -67,10 +67,10 @@ def instruction_counts(
 ) -> NDArray[np.float32]:
     """Counts of PrimFuncs and IRModules compiled for a device's target, float32 (n, len(CODEGEN_FEATURES)).
 
-    A program that does not compile gets a row of NaN, and a warning says so.
+    A program that fails to compile gets a row of NaN, and a warning is logged.
 
-    ProgramError: the device is no x86 CPU with a target; a program is none that can be compiled. CdmppError: TVM or what
-    decodes instructions is not installed."""
+    Raises ProgramError if the device is not an x86 CPU with a target or a program is not of a kind that can be compiled,
+    CdmppError if TVM or the instruction decoder is not installed."""
     if not is_counted(device):
         raise ProgramError(
             f"{device.name}: only programs compiled for x86 CPUs are counted; predict without compiled=True"
@@ -98,7 +98,7 @@ def instruction_counts(
 
 
 def count(functions: Sequence[Sequence[Instruction]], core: Core) -> NDArray[np.float32]:
-    """Counts of the functions of a program, and what they take on a core, float32 (len(CODEGEN_FEATURES),)."""
+    """Counts of the functions of a program, and the cycles they take on a core, float32 (len(CODEGEN_FEATURES),)."""
     total, run = np.zeros(len(KINDS)), np.zeros(len(KINDS))
     unknown, cycles = 0, np.zeros(len(CYCLE_FEATURES))
     longest: list[FloatArray] = [np.zeros(len(LOOP_FEATURES))] * LOOPS
@@ -130,15 +130,15 @@ def count(functions: Sequence[Sequence[Instruction]], core: Core) -> NDArray[np.
 
 
 def kinds_of(instruction: Instruction) -> list[str]:
-    """The kinds one instruction counts as; every instruction counts as ``all``."""
+    """The kinds as which one instruction counts; every instruction counts as ``all``."""
     name, operands, kinds = instruction.name, instruction.operands, ["all"]
     memory, stores = instruction.memory, operands[:1] == (instruction.memory,)
-    # of mask and integer registers at most 64
+    # mask and integer registers have at most 64 bits
     bits = max(
         [o.index_bits if isinstance(o, Address) else o.bits for o in operands if not isinstance(o, int)], default=0
     )
     if bits > 64 and not name.startswith("v"):
-        name = f"v{name}"  # SSE names an instruction as AVX does, without the v
+        name = f"v{name}"  # SSE names are those of AVX without the v
     if name.startswith("v"):
         scalar = name.endswith(("ss", "sd"))
         lanes = "s" if scalar else {512: "z", 256: "y"}.get(bits, "x")
@@ -181,7 +181,7 @@ def kinds_of(instruction: Instruction) -> list[str]:
 
 
 def _backward_jumps(function: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """Loops as (first, last) instruction: jumps to an instruction at or before them."""
+    """Loops as (first, last) instruction, from backward jumps: those to themselves or to an earlier instruction."""
     at = {instruction.address: i for i, instruction in enumerate(function)}
     jumps = [(at[i.target], at[i.address]) for i in function if i.target in at]
     return [(begin, end) for begin, end in jumps if begin <= end]

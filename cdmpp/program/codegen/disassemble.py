@@ -1,4 +1,4 @@
-"""Functions of an object file (ELF, x86-64), decoded by pyelftools and iced-x86."""
+"""Decodes the functions of an object file (ELF, x86-64) with pyelftools and iced-x86."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from iced_x86 import ConditionCode, FlowControl, MemorySizeExt, OpAccess, OpKind
 from cdmpp.errors import ProgramError
 from cdmpp.program.codegen.blocks import INTEGER_REGISTERS, Address, Instruction, Location, Operand, Register, signed
 
-#: Wrappers, error paths and helpers that are the same in all objects.
+#: Symbols of wrappers, error paths and helpers, which are the same in all objects.
 _NOT_THE_PROGRAM = re.compile(r"__tvm_ffi_main|__tvm_set_raised|truncsf|extendhf|_init|_fini")
-#: What a call may change (System V ABI).
+#: Integer registers that a call may change (System V ABI).
 _CALLER_SAVED = ("rax", "rcx", "rdx", "rsi", "rdi", "r8", "r9", "r10", "r11")
 
 
@@ -26,7 +26,7 @@ def _names(enumeration: object) -> dict[Any, str]:
 
 
 _MNEMONICS, _REGISTER_NAMES = _names(iced_x86.Mnemonic), _names(iced_x86.Register)
-#: ah to dh are bits 8 to 15 of registers: kept apart, as no place of their own.
+#: ah to dh are bits 8 to 15 of registers. They keep their own names, so they are not locations.
 _REGISTERS = {
     value: Register(
         name if name in ("ah", "bh", "ch", "dh") else _REGISTER_NAMES[RegisterExt.full_register(value)],
@@ -50,11 +50,11 @@ _WRITES = (OpAccess.WRITE, OpAccess.COND_WRITE, OpAccess.READ_WRITE, OpAccess.RE
 
 
 def read_functions(path: str | Path) -> list[list[Instruction]]:
-    """Functions of the program in an object file or shared object, without those that TVM adds to every one.
+    """Functions of the program in an object file or shared object, without those that TVM adds to every object.
 
-    What follows a symbol is one function: functions without a symbol belong to the one before.
+    The code from one symbol to the next is one function, so a function without a symbol belongs to the one before it.
 
-    ProgramError: no ELF file, code of another instruction set, no symbols, or no function of a program."""
+    Raises ProgramError if the file is not ELF, has code of another instruction set, no symbols or no function of a program."""
     try:
         with Path(path).open("rb") as file:
             elf = ELFFile(file)
@@ -79,7 +79,7 @@ def read_functions(path: str | Path) -> list[list[Instruction]]:
 
 
 def decode(code: bytes, address: int = 0) -> list[Instruction]:
-    """Instructions of machine code that begins at an address."""
+    """Decoded instructions of machine code that begins at the given address."""
     facts = iced_x86.InstructionInfoFactory()
     return [_instruction(raw, facts.info(raw)) for raw in iced_x86.Decoder(64, code, ip=address)]
 

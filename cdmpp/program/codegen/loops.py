@@ -1,10 +1,10 @@
-"""How long compiled loops take on a core: its units, its front end, dependent instructions, and lines from caches.
+"""Estimates the cycles that compiled loops take on a core: units, front end, dependent instructions, and lines from caches.
 
-A loop takes as long as its busiest set of units, as renaming its micro-ops, as its chain of dependent instructions, or as the
-lines that come from the second cache level, whichever is longest (llvm-mca; OSACA: Laukemann et al., PMBS'18; Facile: Abel et
-al., IISWC'23). The chain is found by following when the result of each instruction is ready for some iterations, in a core with
-as many units as are asked for, but with the reorder buffer and the schedulers of the real one, which forwards what was stored
-to the next load of the same address.
+The time of a loop is the longest of four: its busiest set of units, the renaming of its micro-ops, its chain of dependent
+instructions, and the lines that come from the second cache level (llvm-mca; OSACA: Laukemann et al., PMBS'18; Facile: Abel et
+al., IISWC'23). The chain is found by following when the result of each instruction is ready, for some iterations. The core
+assumed for this has unlimited units, but the reorder buffer and the schedulers of the real one, and forwards what was stored to
+the next load of the same address.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from cdmpp.program.codegen.core import Core, is_idiom, kinds_of_operands
 from cdmpp.program.codegen.strides import Strides, lines_fetched
 from cdmpp.program.codegen.trips import TripCounts
 
-#: Iterations that are followed: this many instructions, within these bounds.
+#: Iterations followed to find a chain: as many as have 2000 instructions, but at least 4 and at most 16.
 _FOLLOWED, _LEAST, _MOST = 2000, 4, 16
-#: Comparisons and additions that are one micro-op with the jump behind them.
+#: Comparisons and arithmetic that fuse into one micro-op with a jump directly after them.
 _FUSED = ("cmp", "test", "add", "sub", "inc", "dec", "and")
 _ARITHMETIC = ("fm", "fnm", "add", "sub", "mul", "div", "max", "min")
 
 FloatArray = NDArray[np.float64]
-#: Instructions that run one after the other, and how often.
+#: Instructions that run one after the other, and how often they run.
 _Code = tuple[Sequence[Instruction], float]
 
 
 def function_cycles(trips: TripCounts, times: FloatArray, core: Core) -> tuple[FloatArray, list[FloatArray]]:
-    """What a function takes whose instructions run ``times`` (n,).
+    """Cycles of a function whose instructions run ``times`` (n,).
 
-    Returns float64 (len(CYCLE_FEATURES),), and of each innermost loop that runs float64 (len(LOOP_FEATURES),)."""
+    Returns float64 (len(CYCLE_FEATURES),), and one float64 (len(LOOP_FEATURES),) for each innermost loop that runs."""
     graph, strides = trips.graph, Strides(trips)
     outer = {loop.parent for loop in graph.loops}
     code = {
@@ -63,7 +63,7 @@ def function_cycles(trips: TripCounts, times: FloatArray, core: Core) -> tuple[F
         body = [instruction for block in sorted(loop.body) for instruction in graph.code(block)]
         parts = [(code[b][0], code[b][1] / runs) for b in sorted(loop.body) if b in code]
         units, front, calls = throughput(parts, core)
-        # short loops are over before the core has looked through its window: the next entry's iterations overlap
+        # short loops end before they fill the core's window: the next entry's iterations overlap with theirs
         chain = cycles_of_chain(body, core) / max(1.0, core.window / (len(body) * trips.guess(number)))
         nest = [trips.guess(around) for around in graph.nest(number)]
         pieces = strides.pieces(number)
@@ -88,7 +88,7 @@ def function_cycles(trips: TripCounts, times: FloatArray, core: Core) -> tuple[F
 
 
 def _work(parts: Sequence[_Code]) -> dict[str, float]:
-    """Bytes loaded and stored, gathers, calls and elements of arithmetic of an iteration."""
+    """Bytes loaded and stored, gathers, calls and arithmetic operations on elements, of one iteration."""
     found: dict[str, float] = defaultdict(float)
     for code, times in parts:
         for i in code:
@@ -104,7 +104,7 @@ def _work(parts: Sequence[_Code]) -> dict[str, float]:
 
 
 def throughput(parts: Sequence[_Code], core: Core) -> tuple[float, float, float]:
-    """Cycles of the busiest units, of renaming, and of calls alone, of code that runs so often."""
+    """Cycles of the busiest units, of renaming, and of calls alone, for code and how often it runs."""
     uses: dict[tuple[str, ...], float] = defaultdict(float)
     micro_ops = calls = 0.0
     for code, times in parts:
@@ -121,8 +121,8 @@ def throughput(parts: Sequence[_Code], core: Core) -> tuple[float, float, float]
 
 
 def cycles_of_chain(body: Sequence[Instruction], core: Core) -> float:
-    """Cycles between two iterations of a loop by its dependences, if there were units enough; its body in the order of the
-    code."""
+    """Cycles from one iteration of a loop to the next due to its dependences alone, with unlimited units. ``body`` is in the
+    order of the code."""
     iterations = max(_LEAST, min(_MOST, _FOLLOWED // len(body)))
     stores = {i.memory for i in body if i.stores and i.memory is not None}
     plan = []
@@ -131,7 +131,7 @@ def cycles_of_chain(body: Sequence[Instruction], core: Core) -> float:
         loading, latency = core.latencies(i)
         memory = i.memory if i.loads or i.stores else None
         sources = [r for r in i.reads if memory is None or r not in (memory.base, memory.index_register)]
-        # addresses made of a register that is written are others from then on
+        # an address that uses a register written here means another place from now on
         moved = [a for a in stores if a.base in i.writes or a.index_register in i.writes]
         plan.append((i, [] if is_idiom(i) else sources, latency, loading, moved, core.cost(i).micro_ops, kind))
     ready: dict[str | None, float] = defaultdict(float)

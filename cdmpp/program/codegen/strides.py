@@ -1,7 +1,7 @@
 """By how much the addresses of a function change with its loops, and how many cache lines its loops touch.
 
-A loop nest fetches again what did not fit the cache: the data of the largest part of the nest that fits are fetched as often
-as that part is begun anew (Wolf and Lam, PLDI'91; Bao et al., POPL'18, count so too).
+A loop nest fetches again what did not fit the cache: the data of the largest part of the nest that fits are fetched each time
+that part starts again (Wolf and Lam, PLDI'91, and Bao et al., POPL'18, count in the same way).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from cdmpp.program.codegen.blocks import INTEGER_REGISTERS, Address, Instruction
 from cdmpp.program.codegen.trips import TripCounts
 
 _LINE = 64
-#: Of an address that is not known, a new line in so many iterations of each loop.
+#: An unknown address is assumed to touch a new line in this share of the iterations of each loop.
 _UNKNOWN_SHARE = 0.25
-#: Times that a loop's blocks are gone over at most.
+#: Maximum number of passes over a loop's blocks.
 _MOST_PASSES = 8
 
 
 class Piece(NamedTuple):
-    """Bytes that lie together, which an iteration of an innermost loop touches."""
+    """Adjacent bytes that one iteration of an innermost loop touches."""
 
     bytes: float
-    #: By how many bytes they move with each loop of the nest, the innermost first; None where that is not known.
+    #: By how many bytes they move in an iteration of each loop of the nest, innermost first; None where it is not known.
     steps: tuple[int | None, ...]
 
 
 def lines(piece: Piece, trips: Sequence[float]) -> float:
-    """Cache lines that a piece touches while the first loops of its nest run, as many as there are ``trips``."""
+    """Number of cache lines that a piece touches while the ``len(trips)`` innermost loops of its nest run."""
     extent, apart = piece.bytes, 1.0
     moves = list(zip(piece.steps, trips, strict=False))
     for step, count in sorted((abs(step), count) for step, count in moves if step is not None):
@@ -43,8 +43,8 @@ def lines(piece: Piece, trips: Sequence[float]) -> float:
 
 
 def lines_fetched(pieces: Sequence[Piece], trips: Sequence[float], runs: float, capacity: float) -> float:
-    """Lines that a cache of so many bytes fetches while an innermost loop runs ``runs`` iterations in all; ``trips`` are those
-    of the loops of its nest, the innermost first. 0 where everything fits."""
+    """Lines that a cache of ``capacity`` bytes fetches while an innermost loop runs ``runs`` iterations in all. ``trips`` are
+    the trip counts of the loops of its nest, innermost first. 0 if everything fits."""
     for depth in range(len(trips) + 1):
         touched = sum(lines(piece, trips[:depth]) for piece in pieces)
         if touched * _LINE > capacity:
@@ -61,7 +61,7 @@ class Strides:
         self._found = [self._of_loop(number) for number in range(len(self._graph.loops))]
 
     def pieces(self, number: int) -> list[Piece]:
-        """What an iteration of an innermost loop touches outside of the stack; what is less than a line apart is one."""
+        """Pieces that an iteration of an innermost loop touches outside of the stack; a piece may have gaps of up to a line."""
         nest, groups = self._graph.nest(number), defaultdict(list)
         for block in self._graph.loops[number].body:
             for i in self._graph.code(block):
@@ -83,7 +83,7 @@ class Strides:
         return found
 
     def _of_loop(self, number: int) -> dict[int, int | None]:
-        """Of a loop's instructions with an address, by how much it changes in an iteration; a fixpoint over its blocks."""
+        """By how much the address of each of a loop's instructions changes in an iteration; a fixpoint over its blocks."""
         graph, header = self._graph, self._graph.loops[number].header
         blocks = [block for block in graph.order if block in self._graph.loops[number].body]
         written = {place for block in blocks for i in graph.code(block) for place in i.changes}
@@ -93,7 +93,7 @@ class Strides:
         for _ in range(_MOST_PASSES):
             before = dict(after)
             for block in blocks:
-                # what has not been gone over yet is taken to agree
+                # predecessors not visited yet are assumed to agree
                 states = [after[b] for b in graph.predecessors[block] if b in after]
                 state = dict(start) if block == header else _common(states, written)
                 for instruction in graph.code(block):
@@ -102,7 +102,7 @@ class Strides:
                     if instruction.changes:
                         _step(instruction, state)
                 after[block] = state
-            # what is computed anew in each iteration differs at the next one's begin as at the end of this one
+            # what every iteration computes anew changes by as much at the start of the next iteration as at the end of this one
             ends = _common([after[latch] for latch in graph.loops[number].latches if latch in after], written)
             anew = {place: ends[place] for place in written if start[place] is None and ends[place] is not None}
             start.update(anew)
@@ -115,7 +115,7 @@ State = dict[Location, int | None]
 
 
 def _common(states: Sequence[State], places: Iterable[Location]) -> State:
-    """What several ways to a block agree on."""
+    """The changes on which all given states agree; None for a place on which they do not."""
     if len(states) == 1:
         return dict(states[0])
     return {p: states[0][p] if len({state[p] for state in states}) == 1 else None for p in places if states}
@@ -138,7 +138,7 @@ def _of_operand(operand: Operand, state: State) -> int | None:
 
 
 def _step(instruction: Instruction, state: State) -> None:
-    """Change what registers and slots differ by as an instruction does."""
+    """Apply an instruction to ``state``, by how much registers and slots change."""
     name, operands = instruction.name, instruction.operands
     result: int | None = None
     if name in ("cmp", "test") or not operands:
@@ -161,13 +161,13 @@ def _step(instruction: Instruction, state: State) -> None:
             if name in ("add", "sub"):
                 result = left + right if name == "add" else left - right
             elif left == right == 0:
-                result = 0  # what of: it does not change with the loop
+                result = 0  # whatever the operation, the result does not change with the loop
             elif isinstance(operands[-1], int) and name in ("imul", "shl"):
                 result = left * constant if name == "imul" else left << (constant & 63)
             elif isinstance(operands[-1], int) and name in ("sar", "shr") and left % (1 << (constant & 63)) == 0:
                 result = left >> (constant & 63)
             elif name == "or":
-                result = left + right  # of what has no bit in common, as LLVM makes it of an addition
+                result = left + right  # LLVM turns additions of numbers without common bits into ``or``
     written = location_of(operands[0]) if operands else "rax"
     for place in instruction.changes:
         state[place] = result if place == written else None

@@ -1,8 +1,8 @@
-"""How often the instructions of compiled code run, read off the code without running it.
+"""How often the instructions of compiled code run, found from the code without running it.
 
-The shapes of a tensor program are constants, and so are the trip counts of most of its loops: what a loop's condition compares
-changes by a constant in every iteration, from a value that is known where the loop is entered
-(:mod:`cdmpp.program.codegen.values`). All of a parallel loop is counted, as one thread would run it.
+The shapes of a tensor program are constants, and so are the trip counts of most of its loops. The operands that a loop's
+condition compares change by a constant in every iteration, from a value that is known where the loop is entered
+(:mod:`cdmpp.program.codegen.values`). All iterations of a parallel loop are counted, as if one thread ran them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from cdmpp.program.codegen.blocks import FlowGraph, Location
 from cdmpp.program.codegen.values import OPPOSITE, CodeValues, Flags, Value, meets, value_at
 
-#: A loop of unknown trip count is taken to run so many times.
+#: Trip count assumed for a loop whose trip count is unknown.
 UNKNOWN_TRIPS = 4.0
-#: Nothing runs more often in seconds; what was read as more is misread.
+#: Upper limit of the runs of an instruction: nothing runs more often within seconds, so a higher number is a misreading.
 _MOST_RUNS = 1e12
 #: Trip counts above this are misreadings.
 _MOST_TRIPS = 1e7
-#: Iterations of a loop up to which each is asked whether it takes a branch.
+#: Largest trip count for which each iteration is checked for whether it takes a branch.
 _MOST_LOOKED_AT = 4096
 
 
 @dataclass
 class TripCounts:
-    """Iterations of the loops of a function; those of one may depend on those of another that runs before."""
+    """Trip counts of the loops of a function; a loop's may depend on that of a loop that runs before it."""
 
     values: CodeValues
     _found: dict[int, tuple[int | None, frozenset[int]]] = field(default_factory=dict)
@@ -41,25 +41,25 @@ class TripCounts:
 
     @property
     def graph(self) -> FlowGraph:
-        """The function's."""
+        """The control flow of the function."""
         return self.values.graph
 
     def of(self, number: int) -> int | None:
-        """How often a loop runs each time it is entered, 0 if it never is; None where that is not known."""
+        """Iterations of a loop each time it is entered, 0 if it never is entered; None if they are not known."""
         return self._trips_and_exits(number)[0]
 
     def guess(self, number: int) -> float:
-        """The same, above 0, with a guess where it is not known."""
+        """Like :meth:`of`, but always above 0: a guess where the trip count is 0 or not known."""
         return self.of(number) or UNKNOWN_TRIPS
 
     @property
     def unknown(self) -> int:
-        """Loops whose trip count is not known."""
+        """Number of loops whose trip count is not known."""
         return sum(trips is None for trips, _ in self._found.values())
 
     def step(self, number: int, location: Location) -> int | None:
-        """By how much a location changes in an iteration of a loop, the loops inside it included; None where that is not
-        known or not always the same."""
+        """By how much a location changes in an iteration of a loop, including the loops inside it; None if that is not known
+        or not always the same."""
         loop, after = self.graph.loops[number], self.values.after
         start: Value = (("iteration", loop.header, location), 0)
         ends = {value_at(after[latch], location) for latch in loop.latches if latch in after}
@@ -67,12 +67,12 @@ class TripCounts:
         return change if symbol == start[0] else None
 
     def exits(self, number: int) -> frozenset[int]:
-        """Blocks that a loop is left by, where its trip count is known: one, or copies of it."""
+        """Blocks from which a loop exits, if its trip count is known: one block, or copies of it."""
         return self._trips_and_exits(number)[1]
 
     def _trips_and_exits(self, number: int) -> tuple[int | None, frozenset[int]]:
         if number not in self._found:
-            self._found[number] = None, frozenset()  # for a loop that would need to know it
+            self._found[number] = None, frozenset()  # guards against loops whose trip counts depend on each other
             self._found[number] = self._count(number)
         return self._found[number]
 
@@ -96,7 +96,7 @@ class TripCounts:
         return first, frozenset(block for block, trips in found.items() if trips == first)
 
     def _until(self, number: int, block: int) -> int | None:
-        """Iterations of a loop until the jump of a block leaves it."""
+        """Iterations of a loop until the jump at the end of a block leaves it; None if they are not known."""
         graph, flags = self.graph, self.values.flags[block]
         condition = graph.condition(block)
         if flags is None or condition is None:
@@ -112,7 +112,7 @@ class TripCounts:
             return None
         (start, step), (end, end_step) = left, right
         if start[0] != end[0]:
-            # a counter whose start is not known and that is compared with a constant starts at 0, as TVM's loops do
+            # a counter with unknown start that is compared with a constant is assumed to start at 0, as TVM's loops do
             if flags.kind != "cmp" or None not in (start[0], end[0]) or step == end_step:
                 return None
             start, end = (
@@ -121,9 +121,9 @@ class TripCounts:
         return _iterations(start[1] - end[1], step - end_step, condition)
 
     def part_taken(self, block: int) -> float | None:
-        """Part of the times that the jump at the end of a block is taken, where the counter of a loop around it decides; None
-        where that is not known."""
-        if block not in self._parts:  # asked for both ways that the jump leads
+        """Share of the runs of a block in which the jump at its end is taken, if the counter of a loop around it decides; None
+        if that is not known."""
+        if block not in self._parts:  # needed for both successors of the block
             self._parts[block] = self._part_taken(block)
         return self._parts[block]
 
@@ -144,8 +144,8 @@ class TripCounts:
         return None
 
     def _induction(self, number: int, value: Value) -> tuple[Value, int] | None:
-        """What a value is in the first iteration of a loop, and how much more in each that follows; None where it changes
-        otherwise."""
+        """A value in the first iteration of a loop, and by how much it grows in each further iteration; None if it changes in
+        any other way."""
         loop, location = self.values.counter(value) or (None, "")
         if loop != number:
             return (self._final_value(value, number), 0) if self.values.is_fixed(value, number) else None
@@ -153,8 +153,8 @@ class TripCounts:
         return None if step is None else (self._final_value((symbol, offset + value[1]), number), step)
 
     def _final_value(self, value: Value, number: int) -> Value:
-        """A value with what the counters of other loops were in their last iterations, where these are over before this
-        loop."""
+        """A value in which the counters of other loops are replaced by their values in the last iteration, if those loops end
+        before this loop."""
         seen: set[int] = set()
         while (counter := self.values.counter(value)) is not None:
             other, location = counter
@@ -169,7 +169,7 @@ class TripCounts:
         return value
 
     def _of_toggled_bits(self, number: int, flags: Flags, condition: str) -> int | None:
-        """Iterations of a loop that tests bits of what is a constant where it is entered and another after the first."""
+        """Iterations of a loop that tests bits of a location: one constant at entry, another one after the first iteration."""
         mask, tested = (flags.right, flags.left) if flags.right[0] is None else (flags.left, flags.right)
         loop, location = self.values.counter(tested) or (None, "")
         if loop != number or mask[0] is not None:
@@ -184,14 +184,14 @@ class TripCounts:
 
 
 def _iterations(difference: int, step: int, condition: str) -> int | None:
-    """Iterations of a loop that goes on while ``difference + step * iteration`` meets a condition; None if for ever."""
+    """Iterations of a loop that continues while ``difference + step * iteration`` meets a condition; None if it never ends."""
     if not meets(difference, condition):
         return 1
     if condition == "ne":
         return None if not step or difference % step or difference * step > 0 else 1 - difference // step
     if condition == "e":
         return 2 if step else None
-    away = difference > 0 if difference else step > 0  # on which side of 0 it begins
+    away = difference > 0 if difference else step > 0  # on which side of 0 it starts
     if not step or (away == (step > 0) and difference):
         return None
     last = math.ceil(abs(difference) / abs(step))
@@ -199,11 +199,11 @@ def _iterations(difference: int, step: int, condition: str) -> int | None:
 
 
 def times_run(trips: TripCounts) -> NDArray[np.float64]:
-    """How often each of a function's instructions runs when it is called, (n,).
+    """How often each instruction of a function runs in one call, (n,).
 
-    Of two ways inside a loop each is taken half the time, unless a counter's comparison with a constant decides, or one skips a
-    loop: then that loop runs. Outside of loops every way is taken, but for those that are known not to be and those that
-    nothing leads to."""
+    Of two branch directions inside a loop, each is taken half the time. There are two exceptions: the comparison of a counter
+    with a constant may decide; and if one direction skips a loop, the loop is assumed to run. Outside of loops every direction
+    is taken, except those known not to be taken and those that are unreachable."""
     graph, taken = trips.graph, trips.values.taken
     runs: dict[int, float] = {}
     entries: dict[int, float] = {graph.order[0]: 1.0}
@@ -221,7 +221,7 @@ def times_run(trips: TripCounts) -> NDArray[np.float64]:
         else:
             runs[block] = min(entered, runs[graph.dominator[block]])
         for after in taken[block]:
-            if after not in runs:  # else back to a header
+            if after not in runs:  # else it is a jump back to a header
                 entries[after] = entries.get(after, 0.0) + _part_to(trips, block, after) * runs[block]
     times = np.zeros(len(graph.function))
     for block, (first, last) in enumerate(graph.blocks):
@@ -230,14 +230,14 @@ def times_run(trips: TripCounts) -> NDArray[np.float64]:
 
 
 def _part_to(trips: TripCounts, block: int, after: int) -> float:
-    """Part of the runs of a block after which another follows."""
+    """Share of the runs of a block after which the block ``after`` runs."""
     graph = trips.graph
     number = graph.loop_of[block]
     if number is None:
         return 1.0
     body, exits = graph.loops[number].body, trips.exits(number)
     if after not in body:
-        # iterations end by the ways that are found, or by any
+        # a loop ends only by its exits, if they are known; otherwise by any way out
         if exits and block not in exits:
             return 0.0
         share = 1.0
@@ -257,7 +257,7 @@ def _part_to(trips: TripCounts, block: int, after: int) -> float:
 
 
 def _leads_to_loop(graph: FlowGraph, block: int, number: int) -> bool:
-    """Whether nothing but a loop inside another one comes next."""
+    """Whether the code from a block on leads straight to another loop inside the given one."""
     for _ in range(3):
         if graph.loop_of[block] != number:
             return True

@@ -1,11 +1,11 @@
-"""What the integer registers and stack slots of compiled code hold, as far as it can be known without running it.
+"""What the integer registers and stack slots of compiled code hold, as far as it can be known without running the code.
 
-Value numbering over the blocks of a function (Aho, Lam, Sethi, Ullman: Compilers, sections 6.1 and 9.4): a value is a
-constant, or something unknown plus a constant. What a loop changes is unknown anew in each of its iterations, so that the
-state at the end of one says by how much a counter changes. Branches whose condition is known are followed one way only.
+This is value numbering over the blocks of a function (Aho, Lam, Sethi, Ullman: Compilers, sections 6.1 and 9.4): a value is a
+constant, or something unknown plus a constant. What a loop changes is a new unknown in each iteration, so the state at the end
+of an iteration tells by how much a counter changes. A branch with a known condition is followed in one direction only.
 
-The body of a TVM parallel loop is taken to be run by a single task, number 0 of 1: then its share is all of the loop. Buffers
-are taken not to overlap: where LLVM asks whether each begins before the other ends, so as to run a loop without SIMD if they
+The body of a TVM parallel loop is assumed to be run by a single task, number 0 of 1, whose share is the whole loop. Buffers are
+assumed not to overlap. Where LLVM checks whether each buffer begins before the other ends, to run a loop without SIMD if they
 do, the answer is no.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from cdmpp.program.codegen import blocks
 
-#: What is unknown (None: nothing), and a constant to add.
+#: A symbol for what is unknown (None: nothing is), and a constant to add to it.
 Value = tuple[Hashable, int]
 State = dict[blocks.Location, Value]
 
@@ -25,38 +25,38 @@ OPPOSITE = {
     "e": "ne", "ne": "e", "b": "ae", "ae": "b", "l": "ge", "ge": "l", "a": "be", "be": "a", "g": "le", "le": "g",
     "s": "ns", "ns": "s",
 }  # fmt: skip
-#: Conditions that ask on which side of another a number is, unsigned ones as signed ones; and whether equality meets them.
+#: Conditions that ask whether a number is below or above another, both unsigned and signed; those that equality also meets.
 _BELOW, _ABOVE = ("b", "l", "be", "le"), ("a", "g", "ae", "ge")
 _OR_EQUAL = ("be", "le", "ae", "ge")
 _UNSIGNED, _ALL_BITS = ("b", "be", "a", "ae"), (1 << 64) - 1
-#: Times that a function is gone over at most with what loops are assumed to restore.
+#: Maximum number of passes over a function that assume that loops restore some locations.
 _MOST_PASSES = 12
 _MOVES = ("mov", "movsx", "movsxd", "movzx")
-#: Of constants: of two, or of one and 1; shifts are those of BMI2 too (shlx).
+#: Operations on two constants, or on one constant (then 1 is the second); the shifts are also those of BMI2 (shlx).
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "imul": operator.mul, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
     "shl": operator.lshift, "sar": operator.rshift, "shr": operator.rshift,
     "not": lambda a, _: ~a, "neg": lambda a, _: -a,
 }  # fmt: skip
-#: Whether one unknown address is below another: of two buffers that do not overlap only one can begin before the other ends.
+#: Symbol of a comparison of two unknown addresses. If buffers do not overlap, only one of two can begin before the other ends.
 _BEGINS_BEFORE = "begins before"
-#: The number of a parallel loop's task, the pointer to its environment, and where that has the number of tasks, 32 bits
-#: (TVMParallelGroupEnv).
+#: Where the body of a parallel loop gets the number of its task and the pointer to its environment, and where the environment
+#: has the number of tasks, 32 bits (TVMParallelGroupEnv).
 _TASK, _ENVIRONMENT = "rdi", "rsi"
 _TASKS = blocks.Address(_ENVIRONMENT, displacement=8)
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What set the flags: ``left`` compared with ``right`` (``cmp``), their common bits with 0 (``test``), or a result
-    with 0, of which no more than that and its sign is known (``zero``)."""
+    """The comparison that set the flags. ``cmp``: ``left`` with ``right``; ``test``: their common bits with 0; ``zero``: the
+    result ``left`` with 0, where only equality and the sign are known."""
 
     kind: str
     left: Value
     right: Value = (None, 0)
 
     def satisfies(self, condition: str | None) -> bool | None:
-        """Whether a condition holds; None where that is not known."""
+        """Whether a condition holds; None if that is not known."""
         if condition is None or self.left[0] != self.right[0]:
             return None
         if self.kind == "test":
@@ -76,7 +76,7 @@ class Flags:
 
 
 def meets(difference: int, condition: str) -> bool:
-    """Whether a number is on the side of 0 that a condition asks for."""
+    """Whether the difference of two compared numbers meets a condition, that is, has the sign that the condition asks for."""
     if condition in ("e", "ne"):
         return (difference == 0) == (condition == "e")
     if condition in ("s", "ns"):
@@ -87,7 +87,7 @@ def meets(difference: int, condition: str) -> bool:
 
 
 def value_at(state: State, location: blocks.Location) -> Value:
-    """The value of a location; where nothing has been written, its value when the function was entered."""
+    """The value of a location; if nothing has been written to it, its value when the function was entered."""
     return state.get(location, (("entry", location), 0))
 
 
@@ -96,18 +96,18 @@ class CodeValues:
     """Values at the ends of the blocks of a function."""
 
     graph: blocks.FlowGraph
-    #: Block that can be reached -> state at its end, and what has set the flags there.
+    #: Reachable block -> state at its end, and the comparison that has set the flags there.
     after: dict[int, State] = field(default_factory=dict)
     flags: dict[int, Flags | None] = field(default_factory=dict)
-    #: State in which each loop is entered; None for those that never are.
+    #: State in which each loop is entered; None for loops that never are entered.
     entry_state: list[State | None] = field(default_factory=list)
-    #: Block that can be reached -> those that may follow it.
+    #: Reachable block -> the blocks that may follow it.
     taken: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         loops = self.graph.loops
         changed = [_changes(self.graph, loop, by_copies=False) for loop in loops]
-        # what a loop only copies may come back before the iteration ends: that it does is assumed until found not to
+        # locations that a loop changes only by copies may be restored before the iteration ends: assumed until found wrong
         copied = [
             _changes(self.graph, loop, by_copies=True) - locations
             for loop, locations in zip(loops, changed, strict=True)
@@ -115,7 +115,7 @@ class CodeValues:
         for _ in range(_MOST_PASSES):
             self._follow(changed)
             wrong = [self._differing(number, locations) for number, locations in enumerate(copied)]
-            # nothing is assumed wrongly: what was changed but has the same value at the end does not change either
+            # if no assumption was wrong: what was changed but has the same value at the end does not change either
             restored = [
                 set() if any(wrong) else {location for location in locations if self.step(number, location) == 0}
                 for number, locations in enumerate(changed)
@@ -128,7 +128,7 @@ class CodeValues:
         self._follow([locations | rest for locations, rest in zip(changed, copied, strict=True)])
 
     def _differing(self, number: int, locations: set[blocks.Location]) -> set[blocks.Location]:
-        """Those locations whose value at the end of an iteration is another than before the loop."""
+        """The given locations whose value at the end of an iteration differs from their value before the loop."""
         state, latches = self.entry_state[number], self.graph.loops[number].latches
         if state is None:
             return set()
@@ -140,7 +140,7 @@ class CodeValues:
         }
 
     def _follow(self, changed: Sequence[set[blocks.Location]]) -> None:
-        """Go over all blocks once, given what each loop may change in its iterations."""
+        """Pass over all blocks once, given the locations that each loop may change in its iterations."""
         graph = self.graph
         self.after, self.flags, self.taken = {}, {}, {}
         self.entry_state = [None] * len(graph.loops)
@@ -190,7 +190,7 @@ class CodeValues:
         return after if holds is None else [after[0 if holds else 1]]
 
     def counter(self, value: Value) -> tuple[int, blocks.Location] | None:
-        """The loop that a value changes with, and the location that has it, but for a constant, when an iteration begins."""
+        """The loop with which a value changes, and the location that holds it, up to a constant, when an iteration begins."""
         match value[0]:
             case ("iteration", int(block), str() | blocks.Address() as location):
                 return self.graph.loop_at[block], location
@@ -201,7 +201,7 @@ class CodeValues:
         return value_at(self.entry_state[number] or {}, location)
 
     def step(self, number: int, location: blocks.Location) -> int | None:
-        """By how much a location changes in an iteration of a loop; None where that is not known or not always the same."""
+        """By how much a location changes in an iteration of a loop; None if that is not known or not always the same."""
         loop = self.graph.loops[number]
         start: Value = (("iteration", loop.header, location), 0)
         ends = {self.after[latch].get(location, start) for latch in loop.latches if latch in self.after}
@@ -220,7 +220,7 @@ class CodeValues:
 
 
 def _changes(graph: blocks.FlowGraph, loop: blocks.Loop, *, by_copies: bool) -> set[blocks.Location]:
-    """Locations that a loop changes: by copies of other locations, or otherwise."""
+    """Locations that a loop changes by copies of other locations (``by_copies``), or in other ways (not ``by_copies``)."""
     return {
         location
         for block in loop.body
@@ -242,7 +242,7 @@ def _is_parallel_body(block: Sequence[blocks.Instruction]) -> bool:
 
 
 def execute(instruction: blocks.Instruction, state: State, flags: Flags | None) -> Flags | None:
-    """Change the state as an instruction does; what has set the flags then."""
+    """Apply an instruction to ``state`` in place; returns the comparison that has set the flags after it."""
     if not instruction.changes and not instruction.sets_flags:
         return flags
     results, set_by = _results(instruction, state, flags)
@@ -258,7 +258,7 @@ def execute(instruction: blocks.Instruction, state: State, flags: Flags | None) 
 def _results(
     instruction: blocks.Instruction, state: State, flags: Flags | None
 ) -> tuple[dict[blocks.Location | None, Value], Flags | None]:
-    """What an instruction leaves in the locations that it changes, where that is known, and in the flags if it sets them."""
+    """The known values of the locations that an instruction changes, and the comparison in the flags if it sets them."""
     name, operands = instruction.name, instruction.operands
     if name in ("cdqe", "cwde", "cdq", "cqo"):
         symbol, offset = value_at(state, "rax")
@@ -292,7 +292,7 @@ def _results(
     elif name == "lea":
         result = _address(instruction.operands[1], state)
     else:
-        # of three operands the first is only written
+        # the first of three operands is only written
         left, right = values[-2:] if len(values) > 1 else (values[0], (None, 1))
         if name in ("xor", "sub") and operands[0] == operands[1]:
             result = None, 0
@@ -327,7 +327,7 @@ def _read(operand: blocks.Operand, instruction: blocks.Instruction, state: State
 
 
 def _address(operand: blocks.Operand, state: State) -> Value | None:
-    """What ``lea`` gives."""
+    """The address that ``lea`` computes; None if it is not known."""
     if not isinstance(operand, blocks.Address) or operand.base == "rip":
         return None
     base, index = (
@@ -350,7 +350,7 @@ def _divided(number: Value, divisor: Value) -> dict[blocks.Location | None, Valu
 
 
 def _computed(name: str, left: Value, right: Value, bits: int) -> Value | None:
-    """Result of arithmetic, with 1 on the right where there is one operand; None where it is not known."""
+    """Result of an arithmetic instruction; one with a single operand has 1 on the right. None if it is not known."""
     (symbol, a), (other, b) = left, right
     if name in ("add", "inc") and None in (symbol, other):
         return other if symbol is None else symbol, a + b

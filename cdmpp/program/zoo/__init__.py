@@ -39,7 +39,7 @@ class TensorSpec:
     sized: tuple[int, ...] = ()
 
     def of(self, batch: int, size: int | None = None) -> TensorSpec:
-        """The same input of another batch, and of another size along the sized axes."""
+        """The same input with another batch, and with another size along the sized axes."""
         extents = {0: batch} | ({} if size is None else dict.fromkeys(self.sized, size))
         return replace(self, shape=tuple(extents.get(axis, n) for axis, n in enumerate(self.shape)))
 
@@ -63,7 +63,7 @@ class ZooEntry:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, seed: int = 0) -> nn.Module:
-        """The network in evaluation mode, its random weights made from ``seed`` alone (imports torch)."""
+        """The network in evaluation mode, with random weights that depend on ``seed`` alone (imports torch)."""
         import torch
 
         module, function = self.builder.split(":")
@@ -92,7 +92,7 @@ def zoo_networks() -> Mapping[str, ZooEntry]:
 
 
 def zoo_entry(name: str) -> ZooEntry:
-    """The entry of that name (NetworkError: no such network; the message suggests near names)."""
+    """The entry of that name (NetworkError: no such network; the message suggests similar names)."""
     entries = zoo_networks()
     if name in entries:
         return entries[name]

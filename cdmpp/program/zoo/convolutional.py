@@ -1,4 +1,4 @@
-"""Networks of convolutions, built here after their papers."""
+"""Convolutional networks, built here as their papers describe them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _conv(
     channels_in: int, channels_out: int, kernel: int | tuple[int, int] = 3, stride: int = 1, groups: int = 1,
     act: Make = nn.ReLU, padding: int | tuple[int, int] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Convolution without bias, batch normalisation, activation. The padding keeps the size unless it is given."""
+    """Convolution without bias, batch normalisation, activation. The default padding keeps the size."""
     if padding is None:
         padding = kernel // 2 if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
     conv = nn.Conv2d(channels_in, channels_out, kernel, stride, padding, groups=groups, bias=False)
@@ -50,22 +50,22 @@ def _conv(
 
 
 def _chain(channels: int, *layers: tuple[Any, ...]) -> nn.Module:
-    """Such convolutions one after the other, each by its arguments after the first."""
+    """Convolutions of :func:`_conv` one after the other; a layer is the arguments after ``channels_in``."""
     inputs = (channels, *(layer[0] for layer in layers))
     return nn.Sequential(*(_conv(n, *layer) for n, layer in zip(inputs, layers, strict=False)))
 
 
 def _plain(channels: int, *layers: tuple[Any, ...]) -> list[nn.Module]:
-    """Convolutions with bias and ReLU, each by the arguments of Conv2d after the first."""
+    """Convolutions with bias and ReLU; a layer is the arguments of Conv2d after the first."""
     inputs = (channels, *(layer[0] for layer in layers))
     pairs = [(nn.Conv2d(n, *layer), nn.ReLU()) for n, layer in zip(inputs, layers, strict=False)]
     return list(itertools.chain(*pairs))
 
 
 def _stages(channels: int, stages: Iterable[Sequence[Any]], block: Callable[..., nn.Module]) -> list[nn.Module]:
-    """Blocks by stages of (channels out, depth, stride of the first block, further arguments of ``block``).
+    """Blocks of all stages, each (channels out, depth, stride of the first block, further arguments of ``block``).
 
-    ``block`` takes channels in, channels out, the stride and these arguments."""
+    ``block`` takes channels in, channels out, the stride and the further arguments."""
     layers = []
     for width, depth, stride, *more in stages:
         for index in range(depth):
@@ -112,7 +112,7 @@ def vgg(depths: Sequence[int]) -> nn.Module:
 
 
 def squeezenet(stages: Iterable[Iterable[Sequence[int]]]) -> nn.Module:
-    """SqueezeNet (Iandola 2016), by stages of (channels in, squeezed, of each of the expanding branches)."""
+    """SqueezeNet (Iandola 2016). A stage lists (channels in, squeezed, of each of the two expanding branches) per block."""
     layers = _plain(3, (64, 3, 2))
     for stage in stages:
         layers.append(nn.MaxPool2d(3, 2))
@@ -127,7 +127,7 @@ def squeezenet(stages: Iterable[Iterable[Sequence[int]]]) -> nn.Module:
 
 
 def _residual(body: nn.Module, channels_in: int, channels_out: int, stride: int) -> nn.Module:
-    """ReLU of the sum of a body and a shortcut, which is projected where the body changes the shape."""
+    """ReLU of the sum of a body and a shortcut; the shortcut is projected if the body changes the shape."""
     same = stride == 1 and channels_in == channels_out
     shortcut = nn.Identity() if same else _conv(channels_in, channels_out, 1, stride, act=nn.Identity)
     return nn.Sequential(Joined(torch.add, body, shortcut), nn.ReLU())
@@ -184,7 +184,7 @@ def _inverted_residual(
     channels: int, out: int, stride: int, kernel: int, expanded: int, squeezed: int, act: Make,
     excite_acts: tuple[Make, Make],
 ) -> nn.Module:  # fmt: skip
-    """1x1 expansion, depthwise convolution, squeeze-and-excite unless 0, 1x1 projection (Sandler 2018)."""
+    """1x1 expansion, depthwise convolution, squeeze-and-excite unless ``squeezed`` is 0, 1x1 projection (Sandler 2018)."""
     excite = [_squeeze_excite(expanded, squeezed, *excite_acts)] if squeezed else []
     expand = [_conv(channels, expanded, 1, act=act)] if expanded != channels else []
     depthwise = _conv(expanded, expanded, kernel, stride, expanded, act)
@@ -193,7 +193,7 @@ def _inverted_residual(
 
 
 def inverted_residuals(stages: Iterable[Sequence[int]], activation: str, *, excited: bool) -> nn.Module:
-    """MobileNet V2 and EfficientNet (Tan 2019), by stages of (width, depth, stride, expansion, kernel)."""
+    """MobileNet V2 and EfficientNet (Tan 2019). A stage is (width, depth, stride, expansion, kernel)."""
     act = getattr(nn, activation)
 
     def block(channels: int, width: int, stride: int, expansion: int, kernel: int) -> nn.Module:
@@ -246,8 +246,8 @@ def shufflenet_v2() -> nn.Module:
 
 
 def googlenet(stages: Iterable[Iterable[Any]]) -> nn.Module:
-    """GoogLeNet (Szegedy 2014) without the auxiliary heads; 3x3 in the third branch, like torchvision. By stages of blocks: the
-    width of the 1x1 branch, two of each of the next, and that behind the pooling."""
+    """GoogLeNet (Szegedy 2014) without the auxiliary heads; 3x3 in the third branch, like torchvision. A stage lists blocks:
+    the width of the 1x1 branch, two widths for each of the next two branches, and the width after the pooling."""
     layers = [_conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1), _chain(64, (64, 1), (192, 3))]
     channels = 192
     for stage in stages:
@@ -262,7 +262,7 @@ def googlenet(stages: Iterable[Iterable[Any]]) -> nn.Module:
 
 
 def _inception(channels: int, pool: int, *branches: nn.Module) -> nn.Module:
-    """Branches beside an average pooling."""
+    """Branches and an average pooling, concatenated."""
     return Joined(_concat, *branches, nn.Sequential(nn.AvgPool2d(3, 1, 1), _conv(channels, pool, 1)))
 
 
@@ -282,7 +282,7 @@ def inception_v3() -> nn.Module:
         return Joined(_concat, *branches, nn.MaxPool2d(3, 2))
 
     row, column = (1, 7), (7, 1)
-    #: Arguments of a 3x3 convolution without padding: stride, groups, ...
+    #: Arguments of a 3x3 convolution without padding: kernel, stride, groups, ...
     valid, halving = (3, 1, 1, nn.ReLU, 0), (3, 2, 1, nn.ReLU, 0)
     layers = [
         _chain(3, (32, *halving), (32, *valid), (64, 3)), nn.MaxPool2d(3, 2), _chain(64, (80, 1), (192, *valid)),

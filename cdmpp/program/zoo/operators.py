@@ -1,9 +1,9 @@
-"""Operators drawn at random, fifty a network: kinds, shapes and epilogues that the networks of the zoo have few of or none.
+"""Randomly drawn operators, fifty per network, of kinds, shapes and epilogues that are rare or missing in the zoo's networks.
 
-A predictor learns of a task from tasks like it. Networks at more sizes bring more of what they have already; here are pools,
-norms, gates, attention, dilated, grouped and transposed convolutions, reductions and moves of data, of odd and prime extents
-and batches of 1 to 64. A draw is its number: the same one gives the same operators everywhere. Numbers from 1,001 on draw
-recurrent layers, batched products and fused attention, from 2,001 on convolutions of signals, from 3,001 on windows of images.
+A predictor learns about a task from similar tasks. More sizes of the zoo's networks only add to the kinds that they already
+have. The draws have pools, norms, gates, attention, dilated, grouped and transposed convolutions, reductions and data movement,
+with odd and prime extents and batches of 1 to 64. The same number gives the same draw everywhere. Numbers from 1,001 draw
+recurrent layers, batched products and fused attention, from 2,001 convolutions of signals, from 3,001 windows of images.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.nn import functional as F
 
 from cdmpp.program.zoo import TensorSpec
 
-#: Operators of a draw.
+#: Number of operators in a draw.
 _OPERATORS = 50
 #: Most elements of a tensor, and most multiply-adds of an operator: some tens of milliseconds on a core.
 _MOST_ELEMENTS, _MOST_WORK = 1 << 21, 3e8
 
 _Shape = tuple[int, ...]
-#: From inputs of these shapes, by a module (its weights are not inputs).
+#: A module and the shapes of its inputs (its weights are not inputs).
 _Operator = tuple[nn.Module, Sequence[_Shape]]
 
 
 class _Call(nn.Module):
-    """A function as a module, after another module that has weights."""
+    """A function as a module, after an optional module that has weights."""
 
     def __init__(self, function: Callable[..., torch.Tensor], inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Operators(nn.Module):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Of all operators, one after the other."""
+        """The inputs of all operators, one operator after the other."""
         every = [shape for shapes in self.shapes for shape in shapes]
         return tuple(TensorSpec(f"x{number}", shape) for number, shape in enumerate(every))
 
@@ -83,7 +83,7 @@ class _Draw:
         self.rng = rng
 
     def operator(self) -> _Operator:
-        """One of any kind: each kind as often as any other, but convolutions and products of matrices."""
+        """An operator of any kind; kinds that are listed several times, such as convolutions, are more likely."""
         kinds = (
             self.convolution, self.convolution, self.convolution, self.transposed, self.product, self.product, self.attention,
             self.pool, self.pool, self.global_pool, self.norm, self.norm, self.softmax, self.gate, self.reduction,
@@ -95,27 +95,27 @@ class _Draw:
                 return module, shapes
 
     def of_sequences(self) -> _Operator:
-        """Of recurrent layers and their cells, batched products and attention in one call."""
+        """A recurrent layer, a recurrent cell, a batched product or attention in one call."""
         kinds = (self.recurrent, self.recurrent, self.cell, self.batched, self.fused_attention)
         operator: _Operator = self.one_of(kinds)()
         return operator
 
     def one_of(self, choices: Sequence[Any]) -> Any:
-        """Each as likely as the others."""
+        """One of the choices, all equally likely."""
         return choices[int(self.rng.integers(len(choices)))]
 
     def between(self, low: int, high: int) -> int:
-        """A whole number, small ones more often; half of them multiples of the largest power of two below a quarter."""
+        """A whole number, small ones more often; half of them multiples of the largest power of two up to a quarter of it."""
         value = int(np.exp(self.rng.uniform(np.log(low), np.log(high + 1))))
         step = 1 << max(0, value.bit_length() - 3)
         return max(low, value // step * step) if self.rng.random() < 0.5 else value
 
     def batch(self) -> int:
-        """Mostly 1, at most 64."""
+        """A batch size: mostly 1, at most 64."""
         return 1 if self.rng.random() < 0.5 else self.between(2, 64)
 
     def image(self, channels: int | None = None, low: int = 4, high: int = 160) -> _Shape:
-        """Batch, channels, height and width; mostly square."""
+        """A shape of batch, channels, height and width; mostly square."""
         height = self.between(low, high)
         width = height if self.rng.random() < 0.7 else self.between(low, high)
         batch, channels = self.batch(), channels or self.between(3, 512)
@@ -124,15 +124,15 @@ class _Draw:
         return batch, channels, height, width
 
     def tokens(self) -> _Shape:
-        """Batch, length and width."""
+        """A shape of batch, length and width."""
         return self.batch(), self.between(4, 384), self.between(16, 1024)
 
     def tensor(self) -> _Shape:
-        """Of two to four dimensions."""
+        """A shape of two to four dimensions."""
         return self.one_of((lambda: self.tokens()[1:], self.tokens, self.image))()
 
     def epilogue(self, shape: _Shape, inner: nn.Module) -> _Operator:
-        """The module, and perhaps an activation or another tensor after it."""
+        """The module, perhaps followed by an activation or combined with another tensor."""
         x = inner(torch.zeros(shape))
         kind = self.rng.random()
         if kind < 0.3:
@@ -143,7 +143,7 @@ class _Draw:
         return _Call(lambda a, b: then(function(a, b)), inner), [shape, tuple(x.shape)]
 
     def convolution(self) -> _Operator:
-        """Of one to three dimensions: dense, grouped or depthwise, dilated or strided."""
+        """A convolution in one to three dimensions: dense, grouped or depthwise, dilated or strided."""
         rank = self.one_of((1, 2, 2, 2, 2, 3))
         while True:
             before, after = self.between(3, 384), self.between(4, 384)
@@ -171,7 +171,7 @@ class _Draw:
         return self.epilogue(shape, layer(before, after, kernel, stride, padding, dilation, groups, bias))
 
     def signal(self) -> _Operator:
-        """A convolution of a signal by a long kernel, as networks of sound begin with."""
+        """A convolution of a signal with a long kernel, as at the start of audio networks."""
         while True:
             before, after, kernel = self.one_of((1, 1, 2, 4, 16, 64)), self.between(8, 256), self.between(8, 256)
             shape, stride = (self.batch(), before, self.between(2 * kernel, 32000)), self.between(1, 16)
@@ -181,7 +181,7 @@ class _Draw:
         return self.epilogue(shape, nn.Conv1d(before, after, kernel, stride))
 
     def window(self) -> _Operator:
-        """A pool, or a dense convolution with bias and ReLU, over images as networks have them."""
+        """A pool, or a dense convolution with bias and ReLU, over images of the sizes that networks have."""
         while True:
             shape, after = self.image(self.between(3, 1024), 7, 224), self.between(8, 512)
             stride, long = self.one_of((1, 1, 2)), self.one_of((1, 1, 3, 3, 5, 7))
@@ -216,7 +216,7 @@ class _Draw:
         return _Call(lambda x, y: torch.matmul(x, y.transpose(-1, -2))), [(batch, m, n), (batch, k, n)]
 
     def attention(self) -> _Operator:
-        """Scores of queries and keys with a mask, or what they take of the values; or all of it."""
+        """Scores of queries and keys with a mask, the product of scores and values, or the whole attention."""
         while True:
             batch, heads, queries = self.batch(), self.between(1, 16), self.between(1, 256)
             depth = self.one_of((16, 24, 32, 64, 80, 128))
@@ -250,7 +250,7 @@ class _Draw:
         return _Call(lambda outputs: outputs[0], layer), [(batch, length, width)]
 
     def cell(self) -> _Operator:
-        """A step of an LSTM or GRU."""
+        """One step of an LSTM or GRU cell."""
         batch, width, hidden = self.batch(), self.between(16, 1024), self.between(16, 1024)
         if self.rng.random() < 0.5:
             return nn.GRUCell(width, hidden), [(batch, width)]
@@ -275,7 +275,7 @@ class _Draw:
         return _Call(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)), [q, k, k]
 
     def pool(self) -> _Operator:
-        """Maximum or mean over windows, perhaps with more behind it."""
+        """Maximum or mean over windows, perhaps with an epilogue."""
         return self.epilogue(self.image(low=8), self.pool_layer())
 
     def pool_layer(self) -> Any:
@@ -286,11 +286,11 @@ class _Draw:
         return self.one_of((nn.MaxPool2d(kernel, stride, padding), mean))
 
     def global_pool(self) -> _Operator:
-        """Mean over windows that make an image of a given size."""
+        """Mean pooling to an image of a given size."""
         return self.epilogue(self.image(low=8), nn.AdaptiveAvgPool2d(self.one_of((1, 1, 2, 4, 7))))
 
     def norm(self) -> _Operator:
-        """Over the width, over groups of channels or over each channel; by mean and variance or by the mean square."""
+        """A norm over the width, over groups of channels or over each channel; by mean and variance or by the mean square."""
         kind = self.rng.integers(5)
         if kind < 2:
             shape = self.tokens()
@@ -310,7 +310,7 @@ class _Draw:
         return _Call(lambda x: function(x, axis)), [shape]
 
     def gate(self) -> _Operator:
-        """One tensor, or half of one, scales another."""
+        """One tensor, or half of one, scales another or the other half."""
         act = self.one_of((torch.sigmoid, F.silu, F.gelu, F.hardsigmoid, torch.tanh))
         if self.rng.random() < 0.5:
             batch, length, width = self.tokens()
@@ -322,7 +322,7 @@ class _Draw:
         return _Call(lambda x, y: x * act(y)), [(batch, channels, height, width), gates]
 
     def reduction(self) -> _Operator:
-        """Over one or more axes."""
+        """A reduction over one or more axes."""
         shape = self.tensor()
         axes = sorted(self.rng.choice(len(shape), int(self.rng.integers(1, len(shape))), replace=False).tolist())
         function = self.one_of((torch.sum, torch.mean, _variance, torch.linalg.vector_norm))
@@ -330,7 +330,7 @@ class _Draw:
         return _Call(lambda x: function(x, dim=axes, keepdim=keep)), [shape]
 
     def elementwise(self) -> _Operator:
-        """A chain of one to four, the second tensor of a binary one perhaps broadcast."""
+        """A chain of one to four elementwise functions; the first takes two tensors, the second of them perhaps broadcast."""
         shape = self.tensor()
         other = self.one_of((shape, shape, shape[-1:], (*shape[:-1], 1), (shape[0], *[1] * (len(shape) - 1))))
         chain = [self.one_of(_UNARY) for _ in range(int(self.rng.integers(0, 4)))]
@@ -345,7 +345,7 @@ class _Draw:
         return _Call(run), [shape, other]
 
     def move(self) -> _Operator:
-        """A permutation, concatenation, part, padding, shift or lookup."""
+        """A permutation, concatenation, slice, padding, shift or reversal."""
         shape = self.tensor()
         axis, order = int(self.rng.integers(len(shape))), self.rng.permutation(len(shape)).tolist()
         half, pad = max(1, shape[axis] // 2), [self.between(1, 4) for _ in range(4)]
@@ -363,7 +363,7 @@ class _Draw:
         return _Call(functions[kind]), [shape]
 
     def resize(self) -> _Operator:
-        """A larger image, by copies, by interpolation or from channels."""
+        """An enlarged image: by copies, by interpolation or by pixel shuffle from channels."""
         shape = self.image(4 * self.between(1, 64), 4, 64)
         mode = self.one_of(("nearest", "bilinear", "shuffle"))
         if mode == "shuffle":

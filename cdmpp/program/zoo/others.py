@@ -1,4 +1,4 @@
-"""Transformers and recent vision networks by Hugging Face's model code, and networks of linear layers.
+"""Transformers and recent vision networks from Hugging Face's model code, and networks of linear layers.
 
 Only the *code* of the ``transformers`` package is used: every network is built from a config, nothing is downloaded.
 """
@@ -28,7 +28,7 @@ class _Wrapped(nn.Module):
 def huggingface(
     model: str, output: str = "logits", keywords: Sequence[str] = ("pixel_values",), **settings: Any
 ) -> nn.Module:
-    """A model class of transformers with the settings of its config.
+    """A model of the transformers package, by its class and the settings of its config.
 
     With ``attn_implementation="eager"`` attention appears as matmul, softmax and matmul."""
     import transformers
@@ -109,7 +109,7 @@ class Gcn(nn.Module):
 
 
 class Unrolled(nn.Module):
-    """An LSTM or GRU cell of 128 inputs, unrolled over the sequence, and a classifier: every step is the same tasks."""
+    """An LSTM or GRU cell of 128 inputs, unrolled over the sequence, and a classifier: every step runs the same tasks."""
 
     def __init__(self, cell: str, width: int) -> None:
         super().__init__()
