@@ -323,7 +323,7 @@ def _set_cycles(leaves: FloatArray) -> FloatArray:
     for slot in (f"slot{i}_" for i in range(1, N_SLOTS + 1)):
         sets, lines, elements = np.ones((3, len(leaves)))
         few, fetched = np.full(len(leaves), np.inf), np.zeros(len(leaves))
-        for loop in (1, 2, 3):  # outwards from the innermost, to the loop whose lines exceed the ways of the sets it touches
+        for loop in (1, 2, 3):  # outwards, to the loop whose lines exceed the ways of their sets
             extent = column(f"loop{loop}_extent")
             step = np.abs(column(f"{slot}stride_{loop}")) * column(slot + "itemsize")
             moves, far = (step > 0) & (extent > 1), step >= _LINE

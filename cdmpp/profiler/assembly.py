@@ -99,7 +99,7 @@ def loop(body: Sequence[Instruction]) -> Callable[[int, int, int], None]:
         Instruction.create_reg_reg(Code.MOV_R64_RM64, register, given)
         for register, given in ((_COUNT, Register.RDI), (_BUFFER, Register.RSI), (_ARGUMENT, Register.RDX))
     ]
-    for register in (Register.YMM13, Register.YMM14, Register.YMM15):  # zeros, also in the registers that indices come from
+    for register in (Register.YMM13, Register.YMM14, Register.YMM15):  # zeros, for indices too
         begin.append(Instruction.create_reg_reg_reg(Code.VEX_VXORPS_YMM_YMM_YMMM256, register, register, register))
     begin.append(Instruction.create_reg_reg(Code.XOR_R32_RM32, Register.EAX, Register.EAX))
     begin.append(Instruction.create(Code.NOPD))

@@ -233,7 +233,7 @@ class TuningSession:
                 reason, task = progress.reached(self._reserved()), None
                 if reason is None:
                     task = next_task(progress.states, [*others, *(task for task, _ in self._under_way)])
-                    if task is None and self._config.own_search:  # begin another round before the last one has its labels
+                    if task is None and self._config.own_search:  # begin a round early
                         task = next_task(progress.states, [*others])
                 if task is not None:
                     self._begin_round(task)
