@@ -1,14 +1,14 @@
-"""What the error depends on: each part of the predictor, and how much there is to learn from; same records, split and seeds.
+"""What the error depends on: each part of the predictor, and the amount of training data; same records, split and seeds.
 
     python benchmarks/ablation.py --data data --json ablation.json
     python benchmarks/ablation.py --less tasks programs networks --split by_network --json learning_curve.json
 
-Starts from a configuration and changes one thing at a time; the last lines compare the compact AST's features with TVM's
-PerStoreFeature under one model (gradient-boosted trees). The split keeps a part of the held-out networks' programs unlabelled
-(``adapt``), to align with by CMD; no variant is scored on it. A second row is the same predictor given the compiled code.
+Each variant changes one thing in a configuration. The last lines compare the compact AST's features with TVM's PerStoreFeature
+under one model (gradient-boosted trees). The split keeps a part of the held-out networks' programs without labels (``adapt``);
+CMD aligns features with them, and no variant is scored on them. A second row is the same predictor given the compiled code.
 
-With ``--less`` the models stay as they are, and of the training part a fraction is kept, drawn by the seed: of the tasks with
-all their programs, of the programs of every task, or of the networks with all their tasks: which helps says what to collect.
+With ``--less`` the models stay as they are, and only a fraction of the training part is kept, drawn by the seed: of the tasks
+(with all their programs), of the programs of every task, or of the networks (with all their tasks). It shows what to collect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cdmpp.predictor import Config, TrainingData, config_from_dict, gather, load
 from cdmpp.predictor.baselines import COMPILED_NAMES, MODEL_NAMES, make_model
 
 KINDS = ("tasks", "programs", "networks")
-#: Variant -> what differs from the configurations that ship, by section.
+#: Variant -> values that replace those of the base configuration, by section.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "base": {},
     "paper's positional encoding": {"model": {"positional": "paper"}},
@@ -42,12 +42,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "two networks": {"train": {"members": 2}},
     "two networks, unmeasured pairs": {"train": {"members": 2}, "data": {"unmeasured": True}},
 }
-#: The networks that the configurations that ship hold out and validate with.
+#: The networks that the package's configurations hold out and validate with.
 SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;adapt=0.3"
 
 
 def part_of(data: TrainingData, rows: NDArray[np.int64], kind: str, fraction: float, seed: int) -> NDArray[np.int64]:
-    """The rows, sorted int64, that are left of these when a fraction of what ``kind`` names is kept."""
+    """The part of these rows, sorted int64, that is left if only a fraction of the groups that ``kind`` names is kept."""
     if fraction >= 1:
         return rows
     groups: list[tuple[str, ...]]
@@ -65,7 +65,7 @@ def part_of(data: TrainingData, rows: NDArray[np.int64], kind: str, fraction: fl
 def score_variants(
     args: argparse.Namespace, base: Config, data: TrainingData, split: Split, seed: int, results: Results
 ) -> None:
-    """Every variant of the configuration, and trees on two sets of features."""
+    """Train and score every variant of the configuration, and trees on two sets of features."""
     for variant in args.variants:
         values = base.model_dump(mode="json")
         config = config_from_dict({s: {**v, **VARIANTS[variant].get(s, {})} for s, v in values.items()})
@@ -77,7 +77,7 @@ def score_variants(
 def score_less(
     args: argparse.Namespace, config: Config, data: TrainingData, split: Split, seed: int, results: Results
 ) -> None:
-    """Every model on parts of the training records."""
+    """Train every model on parts of the training records and score it."""
     for kind in args.less:
         for fraction in args.fractions:
             part = replace(split, train=part_of(data, split.train, kind, fraction, seed))
@@ -88,7 +88,7 @@ def score_less(
 
 
 def figures(rows: list[Row]) -> list[Figure]:
-    """One of each variant, or part and model: the mean over its seeds."""
+    """One figure for each variant, or for each part and model: the mean over its seeds."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         fraction = row.get("fraction", 1)

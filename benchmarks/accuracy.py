@@ -4,18 +4,18 @@
     python benchmarks/accuracy.py --splits by_network --models ours xgboost-perstore roofline --seeds 0 1 2 --json a.json
 
 All models of a split and a seed are trained on the same records in this process. ``by_device`` is zero-shot on each device
-in turn, without the records of any other device of its microarchitecture (``--keep-alike``: with them); ``few_shot`` teaches
-the predictor that saw the other devices the records of K tasks, chosen by KMeans and at random, and tests on the device's
-other tasks. A baseline that saw the other devices takes one constant from the same records; ``elsewhere`` are latencies on
-each other device times a constant of that device, for the programs that were measured there, and the others are scored on
-these programs too (``same programs``).
+in turn: trained without it and without other devices of its microarchitecture (``--keep-alike``: with these). ``few_shot``
+starts from a predictor trained on the other devices. It finetunes it on the device's records of K tasks, chosen by KMeans and
+at random, and tests on the device's other tasks. Baselines trained on the other devices get one constant factor from the same
+records. ``elsewhere`` takes the latencies measured on each other device, times a constant for that device; all models are also
+scored on only the programs that were measured elsewhere (``same programs``).
 
-``ours-compiled`` is our predictor given the instructions of each compiled program, ``ours-measured`` given what the same
-programs took on the other devices; ``measured-by-estimate`` scales these latencies by the ratio of two analytical estimates
-alone. Programs without such input are predicted without; ``n_compiled`` and ``n_measured`` in a row say how many had it.
+``ours-compiled`` is our predictor given the instructions of each compiled program. ``ours-measured`` is given the latencies of
+the same programs on the other devices; ``measured-by-estimate`` only scales these latencies by the ratio of two analytical
+estimates. Programs without such input are predicted without it; ``n_compiled`` and ``n_measured`` say how many have it.
 
 The table gives the mean over seeds with the sample standard deviation, and the 95 % interval of a bootstrap over the test
-part's tasks; the noise floor is what a perfect predictor would score.
+part's tasks. The noise floor is what a perfect predictor would score.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ COMPILED, MEASURED, BY_ESTIMATE = "ours-compiled", "ours-measured", "measured-by
 
 
 def scored(data: TrainingData, rows: np.ndarray, predicted_s: np.ndarray, **notes: Any) -> Row:
-    """Metrics with their intervals over tasks."""
+    """Metrics of these predictions with their intervals over tasks, and further entries of the row."""
     interval = accuracy_intervals(data.labels.iloc[rows], predicted_s)
     return {**score(data, rows, predicted_s, ())["overall"], **notes, "interval": interval}
 
 
 def scored_given(predictor: Predictor, data: TrainingData, split: Split) -> dict[str, Row]:
-    """Our predictor given the compiled code, and latencies on other devices, beside the estimate of these alone; nothing of
-    what it does not take or no program has."""
+    """Scores of our predictor given compiled code, given latencies on other devices, and of these latencies scaled alone. A
+    score is left out if the predictor does not take that input or no program has it."""
     found = {}
     n_compiled = int(data.counted(split.test).sum()) if predictor.encoder.code_dim else 0
     if n_compiled:
@@ -62,7 +62,7 @@ def scored_given(predictor: Predictor, data: TrainingData, split: Split) -> dict
     if predictor.scaling is None:
         hidden = np.concatenate([split.test, split.adapt])
         predictor = replace(predictor, scaling=fit_scaling(predictor.predict_rows, data, split.valid, hidden))
-    # so wrong that it does not count beside what was measured
+    # with such an error the prediction has no weight beside the measured latencies
     without = replace(predictor, scaling=DeviceScaling(estimate_part=1.0, own_error=1e6))
     elsewhere = Evidence.of_rows(data, split.test, measured=True)
     known = elsewhere.known(len(split.test))
@@ -74,7 +74,7 @@ def scored_given(predictor: Predictor, data: TrainingData, split: Split) -> dict
 
 
 def without_its_like(data: TrainingData, device: str, keep: bool = False) -> TrainingData:
-    """Records of a device and of those of other microarchitectures: few have a core of its kind at hand, and another target."""
+    """The data without others of the device's microarchitecture, unless ``keep``: few have such a core and another target."""
     if keep:
         return data
     alike = [name for name, other in data.devices.items() if other.arch == data.devices[device].arch and name != device]
@@ -82,7 +82,7 @@ def without_its_like(data: TrainingData, device: str, keep: bool = False) -> Tra
 
 
 def keep(results: Results, row: Row, **key: Any) -> None:
-    """Keep and print what a model scored."""
+    """Add the scores of a model to the results and print its MAPE."""
     results.add({**key, **row})
     print(" ".join(f"{k}={v}" for k, v in key.items()), f"MAPE {100 * row['mape']:.1f} %", flush=True)
 
@@ -90,9 +90,9 @@ def keep(results: Results, row: Row, **key: Any) -> None:
 def score_model(
     results: Results, model: baselines.LatencyModel, data: TrainingData, split: Split, key: Row
 ) -> baselines.LatencyModel | None:
-    """Train a model and keep what it scores, and ours also with compiled code and latencies of other devices. Returns it.
+    """Train a model and keep its scores; our model is also scored with compiled code and latencies of other devices.
 
-    A model that was scored before is not trained again.
+    Returns the model, or None if the results have its scores: then it is not trained again.
     """
     if results.find(**key) is not None:
         return None
@@ -108,8 +108,8 @@ def score_model(
 
 
 def baseline_options(files: list[Path], epochs: int, network_seconds: float | None) -> dict[str, dict[str, Any]]:
-    """Arguments of the baselines: name -> what a search found. Networks train ``epochs`` epochs, as ours does and searches need
-    not, at most so many seconds."""
+    """Arguments of the baselines by name, as the best.yaml files of a search have them. Networks train for ``epochs`` epochs,
+    as ours does (a search may use fewer), and for at most ``network_seconds``."""
     networks = {} if network_seconds is None else {"max_seconds": network_seconds}
     found: dict[str, dict[str, Any]] = {name: dict(networks) for name in ("lstm", "released")}
     for file in files:
@@ -125,7 +125,7 @@ def baseline_options(files: list[Path], epochs: int, network_seconds: float | No
 
 
 def specifications(kind: str, args: argparse.Namespace, seed: int) -> list[tuple[str, str]]:
-    """(split specification, what is held out) for one seed."""
+    """Splits of a kind for one seed: (split specification, what is held out)."""
     if kind == "by_device":
         return [(f"by_device:heldout={name};seed={seed}", name) for name in args.devices]
     if kind == "by_network" and args.heldout:
@@ -138,7 +138,7 @@ Models = dict[tuple[str, str], baselines.LatencyModel]
 
 
 def score_split(kind: str, data: TrainingData, args: argparse.Namespace, config: Config, results: Results) -> Models:
-    """Every model on one kind of split; those of seed 0, by what was held out and their name."""
+    """Score every model on one kind of split. Returns the models trained with seed 0, by (held out, name)."""
     unseen: Models = {}
     for seed in args.seeds:
         for spec, held in specifications(kind, args, seed):
@@ -158,8 +158,8 @@ def model_of(name: str, seed: int, args: argparse.Namespace, config: Config) -> 
 
 
 def elsewhere_s(data: TrainingData, device: str, shots: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Latencies of the rows' programs on each other device, times the constant that the shots ask for (their median); the
-    geometric mean, float64 (n,), NaN of programs that were measured nowhere else."""
+    """Latencies of the rows' programs on each other device, times a constant (the median ratio on the shots): the geometric
+    mean over the other devices, float64 (n,), NaN for programs that were measured nowhere else."""
     logs = np.log(data.labels.pivot_table(index="program", columns="device", values="latency_s", observed=True))
     taught, others = logs.loc[data.labels["program"].iloc[shots]], logs.drop(columns=device)
     constants = -taught.drop(columns=device).sub(taught[device], axis=0).median()
@@ -170,7 +170,7 @@ def elsewhere_s(data: TrainingData, device: str, shots: np.ndarray, rows: np.nda
 def score_few_shot(
     data: TrainingData, args: argparse.Namespace, config: Config, results: Results, unseen: Models
 ) -> None:
-    """Every device taught by K tasks, starting from the models in ``unseen``, or else from those trained here."""
+    """Score few-shot learning of every device, starting from the models in ``unseen``; those missing are trained here."""
     for device in args.devices:
         used = without_its_like(data, device, args.keep_alike)
         split = split_data(f"by_device:heldout={device};seed=0", used)
@@ -188,7 +188,7 @@ def score_few_shot(
 def score_taught(
     data: TrainingData, device: str, key: Row, models: dict[str, baselines.LatencyModel], results: Results
 ) -> None:
-    """Ours taught by the K tasks of a device, and the others with one constant of the same records."""
+    """Score our model finetuned on K tasks of a device, and the others times one constant fitted to the same records."""
     ours = models["ours"]
     assert isinstance(ours, baselines.CdmppModel)
     tuned, split = few_shot(ours.predictor_, data, device, key["k"], key["select"], key["seed"])
@@ -213,7 +213,7 @@ def score_taught(
 
 
 def figures(rows: list[Row]) -> list[Figure]:
-    """One of each split, held-out device and model: the mean over its seeds."""
+    """One figure for each split, held-out device and model: the mean over its seeds."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         where = [row["split"]]

@@ -1,7 +1,7 @@
-"""What all benchmarks share: ``--json``, provenance, rows that a later run goes on with, spread, intervals and tables.
+"""Shared by all benchmarks: ``--json``, provenance, rows that let a later run resume, spread, intervals and tables.
 
 A result file holds ``provenance`` (what it depends on), ``figures`` (what ``benchmarks/results.py`` shows) and often the
-``rows`` that they are made of.
+``rows`` from which the figures are computed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PACKAGES = {"torch": "torch", "tvm": "apache-tvm", "numpy": "numpy", "xgboost":
 Figure = dict[str, Any]
 Row = dict[str, Any]
 
-#: Metric -> its heading. Those of PERCENT are fractions that are shown in per cent.
+#: Metric -> its heading in tables. The metrics in PERCENT are fractions that are shown in per cent.
 TITLES = {
     "mape": "MAPE", "median_ape": "median APE", "within_20pct": "within 20 %", "pairwise_accuracy": "pairwise",
     "spearman": "Spearman", "top1_regret": "top-1 regret", "top1_regret_of_32": "of 32", "top5_regret": "top-5 regret",
@@ -52,8 +52,8 @@ PERCENT = {
 
 
 def arguments(doc: str | None, file: str | None = None, **more: Mapping[str, Any]) -> argparse.ArgumentParser:
-    """A parser that says the first paragraph of a benchmark's text and knows ``--json``, and the options of its ``file`` in
-    ``options.yaml`` with ``more`` of some."""
+    """An argument parser with the first paragraph of a benchmark's docstring, ``--json``, and the options that
+    ``options.yaml`` lists for its ``file``; ``more`` adds or replaces settings of an option, by name."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="results, with what they depend on")
     options = read_yaml(Path(__file__).with_name("options.yaml"))[Path(file).stem] if file else {}
@@ -64,7 +64,7 @@ def arguments(doc: str | None, file: str | None = None, **more: Mapping[str, Any
 
 
 def start(main: Callable[[], None]) -> None:
-    """A benchmark as a program: what its input is to blame for is one line."""
+    """Run a benchmark as a program: errors of :mod:`cdmpp.errors` end it with one line."""
     try:
         main()
     except CdmppError as error:
@@ -75,7 +75,7 @@ def start(main: Callable[[], None]) -> None:
 
 
 def git(*arguments: str) -> str | None:
-    """What git says of this repository; None where it fails or there is none."""
+    """Output of a git command in this repository; None if it fails or git is not installed."""
     try:
         done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -84,8 +84,8 @@ def git(*arguments: str) -> str | None:
 
 
 def digest(path: str | Path) -> str | None:
-    """Git's hash of a committed file or folder (relative paths start at the repository), else sha256 of what is there; None
-    of nothing."""
+    """Git's hash of a committed file or folder (relative paths start at the repository), else sha256 of its contents; None if
+    it does not exist."""
     full = (REPOSITORY / path).resolve()
     if full.is_relative_to(REPOSITORY):
         committed = git("rev-parse", "--verify", "--quiet", f"HEAD:{full.relative_to(REPOSITORY).as_posix()}")
@@ -101,7 +101,7 @@ def digest(path: str | Path) -> str | None:
 
 
 def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """CPU, usable cores and memory; None for what the machine does not say."""
+    """CPU, usable cores and memory of this machine; None for what ``cpuinfo`` does not give."""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     family, model = (int(said[key]) if said.get(key, "").isdigit() else None for key in ("cpu family", "model"))
@@ -116,7 +116,7 @@ def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages that figures depend on; None for what is not installed."""
+    """Versions of Python and of the packages that figures depend on; None for those that are not installed."""
     installed = {found.name: found.version for found in metadata.distributions()}
     packages = {name: installed.get(package) for name, package in _PACKAGES.items()}
     return {"python": platform.python_version(), **packages}
@@ -126,7 +126,7 @@ def provenance(
     benchmark: str, data: Iterable[str | Path] = (), weights: str | Path | None = None, seeds: Iterable[int] = ()
 ) -> dict[str, Any]:
     """What the figures of a benchmark (its ``__file__``) depend on: command, commit, machine, versions, seeds, and digests of
-    what was read. Weights are a predictor's folder, or ``default``."""
+    the code, data and weights. ``weights`` is a predictor's folder, or ``default``."""
     folder = DEFAULT_WEIGHTS if weights == "default" else weights
 
     def digests(*paths: str | Path) -> dict[str, str | None]:
@@ -148,11 +148,11 @@ def provenance(
 
 
 def changed(made: Mapping[str, Any], digest: Callable[[str], str | None] = digest) -> list[str]:
-    """Which of code, data and weights are not what they were; what was not recorded, or is not at hand, does not count."""
+    """Which of code, data and weights have changed since. What was not recorded, and missing data or weights, are ignored."""
 
     def differs(kind: str, path: str, then: str | None) -> bool:
         now = digest(path) or ("gone" if kind == "code" else "")
-        # a hash of contents and git's own say nothing of each other
+        # a sha256 of the contents and a hash by git cannot be compared
         known = then and now and then.startswith("sha256:") == now.startswith("sha256:")
         return bool(known and then != now)
 
@@ -164,7 +164,7 @@ def changed(made: Mapping[str, Any], digest: Callable[[str], str | None] = diges
 
 
 def load_result(path: Path) -> dict[str, Any]:
-    """A result file; SystemExit with one line if it is none or does not say what it depends on."""
+    """Read a result file; SystemExit with one line if it is not JSON or has no provenance."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -177,7 +177,7 @@ def load_result(path: Path) -> dict[str, Any]:
 
 
 def save(path: Path | None, made: Mapping[str, Any], figures: Sequence[Figure] = (), **detail: Any) -> None:
-    """Write a result file, which is there as a whole or not at all; nothing without a path."""
+    """Write a result file atomically; does nothing without a path."""
     if path is None:
         return
     content = {"provenance": made, "figures": list(figures), **detail}
@@ -193,7 +193,7 @@ def report(path: Path | None, made: Mapping[str, Any], figures: Sequence[Figure]
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with seven digits; numpy's numbers as Python's."""
+    """Floats with seven digits, None if not finite; numpy's numbers and arrays as Python's, paths as text."""
     if isinstance(value, Mapping):
         return {str(key): _rounded(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
@@ -206,7 +206,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _lines(value: Any) -> str:
-    """JSON with an entry of an object, or of a list of objects, a line."""
+    """JSON with one line for each entry of an object or of a list of objects."""
     if isinstance(value, dict) and value:
         entries = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
         return "{\n  " + ",\n  ".join(entries) + "\n }"
@@ -216,10 +216,10 @@ def _lines(value: Any) -> str:
 
 
 class Results:
-    """Rows of what is done, written after each: a run that is started again finds them and goes on.
+    """Rows of finished work, written to the file after each one, so that a run that is started again resumes there.
 
-    Without a path nothing is kept. SystemExit if the file was made with other code, data, weights or ``options``, what rows
-    depend on besides; ``figures`` are what the rows come to.
+    Without a path nothing is written. ``options`` are further settings that the rows depend on; SystemExit if the file was made
+    with other code, data, weights or ``options``. ``figures`` computes the figures from the rows.
     """
 
     def __init__(
@@ -248,17 +248,17 @@ class Results:
         return next((row for row in self.rows if all(row.get(k) == v for k, v in key.items())), None)
 
     def add(self, row: Row) -> Row:
-        """Keep a row."""
+        """Add a row and write the file."""
         self.rows.append(row)
         self.write()
         return row
 
     def once(self, make: Callable[[], Mapping[str, Any]], **key: Any) -> Row:
-        """The row that has these values; made and kept where there is none yet."""
+        """The row that has these values; if there is none yet, ``make`` computes it and it is added."""
         return self.find(**key) or self.add({**key, **make()})
 
     def write(self) -> None:
-        """Keep rows that were changed."""
+        """Write the file, such as after rows were changed."""
         save(self._path, self._made, self._figures(self.rows), options=self._options, rows=self.rows)
 
     def finish(self) -> None:
@@ -277,21 +277,21 @@ def figure(
     spread: Mapping[str, Any] | None = None,
     interval: Mapping[str, Any] | None = None,
 ) -> Figure:
-    """One line of a table: metric -> value, with the number of records (or pairs, or rounds) that it is from, the seeds, the
-    :func:`spread_of` repetitions and the 95 % :func:`bootstrap` interval over tasks, by metric."""
+    """One line of a table: metric -> value, the number ``n`` of records (or pairs, or rounds) that it is computed from, the
+    seeds, and by metric the :func:`spread_of` repetitions and the 95 % :func:`bootstrap` interval over tasks."""
     known = {metric: value for metric, value in values.items() if value is not None}
     of = {"spread": dict(spread or {}), "interval": dict(interval or {})}
     return {"name": name, "n": n, "seeds": sorted(set(seeds)), "values": known, **of}
 
 
 def spread_of(values: Sequence[float]) -> dict[str, float | None]:
-    """Sample standard deviation (None of one value), least and greatest."""
+    """Sample standard deviation (None for a single value), minimum and maximum."""
     sd = statistics.stdev(values) if len(values) > 1 else None
     return {"sd": sd, "min": min(values), "max": max(values)}
 
 
 def mean_figure(name: str, rows: Sequence[Row], metrics: Iterable[str]) -> Figure:
-    """The mean over runs, their spread, and the mean ends of their intervals; ``n`` is the mean number of records."""
+    """The mean over runs, their spread, and the means of their intervals' ends; ``n`` is the mean number of records."""
     values, spread, interval = {}, {}, {}
     for metric in metrics:
         own = [row[metric] for row in rows if row.get(metric) is not None]
@@ -307,7 +307,7 @@ def mean_figure(name: str, rows: Sequence[Row], metrics: Iterable[str]) -> Figur
 
 
 def median_figure(name: str, columns: Mapping[str, Sequence[float]], seeds: Iterable[int] = ()) -> Figure:
-    """Medians of repeated runs with their spread; ``n`` is the number of runs. A column without any is left out."""
+    """Medians of repeated runs with their spread; ``n`` is the number of runs. Empty columns are left out."""
     known = {metric: list(found) for metric, found in columns.items() if len(found)}
     values = {metric: statistics.median(found) for metric, found in known.items()}
     n = max(map(len, known.values()))
@@ -316,7 +316,7 @@ def median_figure(name: str, columns: Mapping[str, Sequence[float]], seeds: Iter
 
 
 def ratio_figure(name: str, ours: Sequence[float], theirs: Sequence[float], more_is_better: bool) -> Figure:
-    """Two sides that took turns, and how many times better ours is in each round."""
+    """Medians of both sides, measured in turns, and of the ratio in each round: how many times better ours is."""
     pairs = zip(ours, theirs, strict=True)
     ratios = [a / b if more_is_better else b / a for a, b in pairs]
     return median_figure(name, {"ours": ours, "theirs": theirs, "ratio": ratios})
@@ -330,7 +330,7 @@ def bootstrap(
     seed: int = 0,
     resamples: int = 1000,
 ) -> tuple[float, float]:
-    """95 % interval of a weighted mean (or a plain median) when groups, such as tasks, are drawn anew with all their values."""
+    """95 % interval of a weighted mean (or plain median), by resampling groups, such as tasks, with all their values."""
     _, group = np.unique(np.asarray(groups), return_inverse=True)
     value = np.asarray(values, dtype=np.float64)
     weight = np.ones(len(value)) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -346,7 +346,7 @@ def bootstrap(
 
 
 def accuracy_intervals(table: pd.DataFrame, predicted_s: np.ndarray) -> dict[str, tuple[float, float]]:
-    """:func:`bootstrap` over the tasks of a label table (n rows) of the metrics of :mod:`cdmpp.predictor.metrics`."""
+    """:func:`bootstrap` over the tasks of a label table (n rows), for each of the metrics of :mod:`cdmpp.predictor.metrics`."""
     label_s, task = table["latency_s"].to_numpy(dtype=np.float64), table["task"].to_numpy()
     noise = np.nan_to_num(table["noise"].to_numpy(dtype=np.float64), nan=0.0)
     error = np.abs(predicted_s / label_s - 1)
@@ -377,20 +377,20 @@ def accuracy_intervals(table: pd.DataFrame, predicted_s: np.ndarray) -> dict[str
 
 
 def in_turn(sides: Sequence[Any], turn: int) -> list[Any]:
-    """Sides that are measured one after the other, another one first each time, so that a drift hits all alike."""
+    """The sides in the order to measure them: each turn another one comes first, so that drift affects all equally."""
     first = turn % len(sides)
     return [*sides[first:], *sides[:first]]
 
 
 def number(value: float, metric: str = "") -> str:
-    """A value with the digits that are shown, in per cent where the metric is, without its sign."""
+    """A value with the digits to show; metrics of :data:`PERCENT` in per cent, without the sign."""
     if metric in PERCENT:
         return f"{100 * value:.1f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def cell(shown: Figure, metric: str) -> str:
-    """Value with its spread (the standard deviation of errors that were measured again, else the range) and interval."""
+    """Value with its interval and its spread: the standard deviation for metrics in per cent, else the range."""
     if metric not in shown["values"]:
         return "-"
     text, unit = number(shown["values"][metric], metric), " %" if metric in PERCENT else ""
@@ -405,7 +405,7 @@ def cell(shown: Figure, metric: str) -> str:
 
 
 def tables(figures: Iterable[Figure]) -> list[list[list[str]]]:
-    """A table of cells, with its heading, for figures that follow each other and share a metric."""
+    """Tables of cells, each with a heading line; consecutive figures that share a metric are in one table."""
     groups: list[tuple[dict[str, None], list[Figure]]] = []
     for shown in figures:
         if not groups or groups[-1][0].keys().isdisjoint(shown["values"]):
@@ -424,12 +424,12 @@ def tables(figures: Iterable[Figure]) -> list[list[list[str]]]:
 
 
 def text_table(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width."""
+    """The table as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """The first line is the heading."""
+    """The table as Markdown; its first line is the heading."""
     rows = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([rows[0], "|---" * len(lines[0]) + "|", *rows[1:]])

@@ -1,9 +1,9 @@
-"""How far a measured time carries: the fastest solver's time of a convolution on one AMD GPU, told by that on another.
+"""How well a measured time transfers: the fastest solver's time for a convolution on an AMD GPU, predicted from another GPU's.
 
     python benchmarks/convolution_transfer.py --data runs/miopen --json convolution_transfer.json
 
-The dataset is what ``cdmpp import miopen`` makes. The other GPU's times are multiplied by the constant that is best on all
-convolutions. Shown are the best GPU of other families, and of the same: what is left are other solvers, versions and clocks.
+The dataset is what ``cdmpp import miopen`` makes. The other GPU's times are multiplied by the constant that is best over all
+convolutions. Shown are the best GPU of another family, and of the same one: its errors come from solvers, versions and clocks.
 """
 
 from __future__ import annotations

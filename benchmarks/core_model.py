@@ -1,10 +1,10 @@
-"""The model of a core against measured latencies of programs whose operands fit the caches, and against llvm-mca.
+"""The core model against measured latencies of programs whose operands fit the caches, and against llvm-mca.
 
     python benchmarks/core_model.py --ghz epyc-zen4-2.6ghz@1=3.7 --json benchmarks/results/core_model.json
     python benchmarks/core_model.py --loops 600 --llvm-mca llvm-mca-22 ...
 
-The first part needs the counts that ship alone. For the second (``apt-get install llvm-22``) programs are compiled, and loops
-without branches, calls and gathers, which LLVM's models do not know, are given to llvm-mca.
+The first part needs only the instruction counts that are in the repository. The second (``apt-get install llvm-22``) compiles
+programs and gives llvm-mca their loops without branches, calls and gathers, which LLVM's models do not cover.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from cdmpp.program.codegen.disassemble import read_functions
 from cdmpp.program.codegen.loops import cycles_of_chain, throughput
 from cdmpp.program.space import Rebuilder
 
-#: Bytes of operands that stay in the second cache level, and seconds that a call alone does not take.
+#: Operands of fewer bytes stay in the second cache level; latencies of more seconds are not mostly the call itself.
 _SMALL, _SHORT = 300e3, 2e-6
-#: Part of a core's cycles that its units are busy where they bound a program; and of such programs that no clock exceeds.
+#: Units bound a program if they are busy for more than this part of its cycles; also the quantile of such programs' clocks.
 _FULL = 0.9
 _TOTAL = re.compile(r"Total Cycles:\s+(\d+)")
 _ITERATIONS = 200
 
 
 def estimates(view: DatasetView, counts: Counts) -> pd.DataFrame:
-    """Programs whose operands fit the second cache level, with the cycles they are estimated to take."""
+    """Labels of programs whose operands fit the second cache level, with the cycles that the core model estimates."""
     labels, devices, tasks = view.labels(None).query("not disturbed"), view.devices, view.tasks
     keys = {name: counts_key(device) for name, device in devices.items() if device.kind == "cpu"}
     rows = [counts.get((p, keys.get(d, ""))) for p, d in zip(labels["program"], labels["device"], strict=True)]
@@ -56,7 +56,7 @@ def estimates(view: DatasetView, counts: Counts) -> pd.DataFrame:
 
 
 def spread(name: str, logs: np.ndarray, tasks: np.ndarray, **more: float) -> Figure:
-    """Of logarithms of estimates over what they should be: their median, and the median and 90 % quantile of what is off it."""
+    """Figure of log(estimate / reference): the median, and the median and 90 % quantile of the absolute deviation from it."""
     middle = float(np.median(logs))
     off = np.abs(logs - middle)
     values = {
@@ -74,7 +74,7 @@ def against_labels(view: DatasetView, counts: Counts, ghz: dict[str, float]) -> 
         clock = ghz.get(str(name), (view.devices[str(name)].working_mhz or np.nan) / 1e3)
         logs = np.log(rows["core_cycles"] / (rows["latency_s"] * 1e9 * clock)).to_numpy()
         missing = float(rows["missing"].sum() / rows["run_all"].sum())
-        # what full units do in a cycle is known best: the clock that few programs seem to exceed
+        # the model is best for programs that fill the units: the clock that few of them seem to exceed
         full = rows[rows["unit_cycles"] > _FULL * rows["core_cycles"]]
         implied = float((full["core_cycles"] / (full["latency_s"] * 1e9)).quantile(_FULL))
         tasks = rows["task"].to_numpy()
@@ -82,7 +82,7 @@ def against_labels(view: DatasetView, counts: Counts, ghz: dict[str, float]) -> 
 
 
 def loops_of(path: Path) -> Iterator[list[Instruction]]:
-    """Bodies of innermost loops that are one block, without what LLVM does not model."""
+    """Bodies of innermost loops that are a single block, without calls, gathers and scatters, which LLVM does not model."""
     for function in read_functions(path):
         graph = FlowGraph(function)
         for loop in graph.loops:
@@ -94,7 +94,7 @@ def loops_of(path: Path) -> Iterator[list[Instruction]]:
 
 
 def by_mca(mca: str, core: Core, path: Path, body: list[Instruction]) -> float | None:
-    """Cycles of an iteration by llvm-mca, data in the first cache level; None where it refuses the code."""
+    """Cycles of an iteration by llvm-mca, with data in the first cache level; None if llvm-mca rejects the code."""
     objdump = mca.replace("llvm-mca", "llvm-objdump")
     span = [f"--start-address={body[0].address}", f"--stop-address={body[-1].address + 1}"]
     command = [objdump, "-d", "--no-show-raw-insn", "--no-leading-addr", *span, path]

@@ -4,7 +4,7 @@
     python benchmarks/core_table.py benchmarks/core_forms.txt cdmpp/program/codegen/cores.parquet
 
 Needs an llvm-mca with ``-instruction-tables=full``. The numbers are those of LLVM's scheduling models (Apache-2.0 with LLVM
-exceptions); where they are wrong, ``cores.yaml`` says so. A form is a line of assembly, in AT&T's order for x86.
+exceptions); ``cores.yaml`` corrects those that are wrong. A form is a line of assembly, in AT&T's operand order for x86.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
-#: A CPU of each model that differs from the others.
+#: One CPU for each distinct scheduling model.
 X86 = (
     "haswell", "broadwell", "skylake", "skylake-avx512", "icelake-server", "alderlake", "lunarlake", "sapphirerapids",
     "znver1", "znver2", "znver3", "znver4", "silvermont", "goldmont", "tremont", "sandybridge",
@@ -28,7 +28,7 @@ ARM = (
     "exynos-m5",
 )  # fmt: skip
 _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([\d.]+|-)([ *U]*?)\s+(\d+)\s+(?:(\S+)\s+)?([A-Z]\w*)\s+([a-z{].*?)\s*$")
-#: As iced writes what AT&T's assembler calls otherwise.
+#: AT&T mnemonic -> iced's name, where they differ by more than a suffix.
 _NAMES = {
     "movslq": "movsxd", "movsbl": "movsx", "movswl": "movsx", "movsbq": "movsx", "movzbl": "movzx", "movzwl": "movzx",
     "movabsq": "mov", "movabs": "mov", "cltq": "cdqe", "cqto": "cqo", "cltd": "cdq", "cwtl": "cwde",
@@ -41,7 +41,7 @@ _COMPARED = re.compile(r"(v?)(p?)cmp(?:eq|lt|le|unord|neq|nlt|nle|ord|ge|gt|true
 
 
 def name_of(mnemonic: str) -> str:
-    """As iced writes it: without the size of AT&T, comparisons without what they ask for."""
+    """iced's name for an AT&T mnemonic: without the size suffix, and comparisons without their predicate."""
     if mnemonic in _NAMES:
         return _NAMES[mnemonic]
     found = _COMPARED.fullmatch(mnemonic)
@@ -52,7 +52,7 @@ def name_of(mnemonic: str) -> str:
 
 
 def kind_of(operand: str) -> str:
-    """z, y, x: vectors; k: a mask; m: memory; r: another register. Nothing of a constant."""
+    """Kind of an operand. z, y, x: a vector; k: a mask; m: memory; r: another register; empty for a constant."""
     operand = re.sub(r"\{[^}]*\}", "", operand).strip().lstrip("*")
     if "(" in operand:
         return "m"
@@ -63,14 +63,14 @@ def kind_of(operand: str) -> str:
 
 
 def signature(form: str) -> str:
-    """Name and kinds of operands in Intel's order, such as ``vaddps z z m``."""
+    """Name and operand kinds of a form, in Intel's order, such as ``vaddps z z m``."""
     mnemonic, _, rest = form.removeprefix("{evex} ").partition(" ")
     operands = re.split(r",(?![^(]*\))", rest)
     return " ".join([name_of(mnemonic), *filter(None, map(kind_of, operands[::-1]))])
 
 
 def ports(used: list[tuple[str, int]], members: dict[str, set[str]]) -> str:
-    """LLVM repeats a use in every group of units that contains it; here each is one term, ``cycles*unit|unit``."""
+    """Units used, as terms ``cycles*unit|unit``; LLVM repeats a use in every group of units that contains it, this does not."""
     sets: dict[frozenset[str], int] = {}
     for name, cycles in used:
         key = frozenset(members[name])
@@ -89,7 +89,7 @@ def table(mca: str, triple: str, cpu: str, forms: list[str]) -> Iterator[tuple[o
     done = subprocess.run(command, input="\n".join(forms) + "\n", capture_output=True, text=True)
     text = done.stdout.replace("\0", "")
     units = re.findall(r"^\[\d+\]\s+- (\S+?):(\d+)[ \t]*(.*)$", text, re.M)
-    # `Load:3` is three units that are alike
+    # `Load:3` is three identical units
     label = {name: name if count == "1" else f"{name}:{count}" for name, count, rest in units if not rest}
     members = {
         name: {label[m] for m in (rest.split(", ") if rest else [name]) if m in label} for name, _, rest in units
@@ -102,7 +102,7 @@ def table(mca: str, triple: str, cpu: str, forms: list[str]) -> Iterator[tuple[o
         micro_ops, latency, _, _, _, used, _, form = found.groups()
         form = re.sub(r"\s+", " ", form)
         key = signature(form) if triple == "x86_64" else form
-        # zero idioms wait for nothing: code knows them by their operands
+        # zero idioms have no dependencies: `is_idiom` finds them by their operands
         registers = re.findall(r"%\w+", form)
         if key in seen or (len(registers) == 3 and len(set(registers)) == 1):
             continue

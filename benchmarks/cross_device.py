@@ -1,23 +1,23 @@
-"""Devices never measured: leave one out of the public measurements, against NeuSight's, Habitat's, Li's and roofline's figures.
+"""Devices without measurements: leave one out of the public data, against NeuSight's, Habitat's, Li's and roofline's figures.
 
     python benchmarks/cross_device.py --data ../shared/data --json cross_device.json
     python benchmarks/cross_device.py --only-device v100-pcie-32gb --records 7000 --few-shot 20 --seeds 0 --json v100.json
     python benchmarks/cross_device.py --predictor default --unseen h100_traces.parquet h100_e2e.csv --json unseen.json
 
-For each device in turn a predictor is trained on the records of the others (``--records`` of them, as many of every
-operator and device) and asked about this one: **operators** measured alone (MAPE by family), **nodes** of the traces (APE by
-family, forward and backward), and **end to end**: what ``cdmpp latency`` says of the traced networks, inference and training,
-against the whole network's measured latency; ``in_trace`` is the sum of its nodes' measured times: what a perfect predictor
-of nodes would score.
+For each device in turn a predictor is trained on the records of the others (``--records`` in all, equally many of every
+operator and device) and predicts three things on this one: **operators** measured alone (MAPE by family), **nodes** of the
+traces (APE by family, forward and backward), and the traced networks **end to end**, inference and training: the latency by
+``cdmpp latency`` against the whole network's measured latency. ``in_trace`` is the sum of the nodes' measured times, which is
+the score of a perfect predictor of nodes.
 
 Nodes and networks are compared with the authors' own predictions for the same rows (``micro`` is Li's model); NeuSight was
-trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that all sources have, ``n_own`` says how many
-each has. Then K measurements of the new device are learned (``cdmpp finetune``), of tasks chosen by KMeans, and its other
-records and networks are predicted again. Seeds are of the network and of what is chosen.
+trained on all of these devices. ``ape_mean`` is over the ``n_common`` rows that all sources predict, ``n_own`` is the number
+of rows of each. Then the predictor is finetuned (``cdmpp finetune``) on K tasks of the new device, chosen by KMeans, and
+predicts its other records and networks again. The seed sets the network's weights and the choice of tasks.
 
-``--unseen`` takes files of the same columns with devices in none of the above. ``--predictor`` judges given weights in place of
-training; a device that these have seen counts for no mean. What is made is kept in ``--work``. Intervals are over tasks for
-operators and over networks end to end.
+``--unseen`` takes files with the same columns and devices that are in none of the above. ``--predictor`` scores given weights
+in place of training; devices that these were trained on are left out of the means. Imports and predictors are kept in
+``--work``. Intervals are over tasks for operators, and over networks end to end.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ FILES = ("neusight_ops.parquet", "neusight_traces.parquet", "neusight_e2e.csv")
 
 @dataclass(frozen=True)
 class Bench:
-    """Everything that is judged against: sampled records of all devices, the datasets for the networks' tasks, device -> its
-    traced networks, devices to train on less the one that is left out, and devices of ``--unseen`` not among them."""
+    """The data to train and score with: sampled records of all devices, the datasets with the networks' tasks, device -> its
+    traced networks, the pool of devices to train on (without the one left out), and devices of ``--unseen`` not in the pool."""
 
     args: argparse.Namespace
     config: Config
@@ -66,13 +66,13 @@ class Bench:
     unseen: Sequence[str]
 
     def records_for(self, device: str) -> TrainingData:
-        """Records of the device, and of those that may be trained on when it is left out."""
+        """Records of the device, and of the pool that may be trained on when it is left out."""
         allowed = [*self.pool, device]
         return subset(self.data, np.flatnonzero(self.data.labels["device"].isin(allowed)))
 
 
 def imported(out: Path, make: Callable[[Path], Any]) -> Path:
-    """A dataset; imported where it is not there yet."""
+    """The folder of a dataset, imported if it does not exist yet."""
     if not out.exists():
         draft = out.with_name(f"{out.name}.{int(time.time())}.part")
         print(f"imported {make(draft).records} records to {out}", flush=True)
@@ -103,7 +103,7 @@ def gathered(args: argparse.Namespace, config: Config) -> Bench:
     rows = sample_evenly(view, args.records, 0, pool).rows
     further = sorted(set(view.device_names) - set(pool))
     if further:
-        # drawn by themselves, so that what is trained on does not depend on them
+        # drawn separately, so that the training records do not depend on them
         count = args.records // len(pool) * len(further)
         rows = np.concatenate([rows, sample_evenly(view, count, 0, further).rows])
     data = gather(SampledView(view, np.sort(rows)))
@@ -113,7 +113,7 @@ def gathered(args: argparse.Namespace, config: Config) -> Bench:
 
 
 def trained_once(config: Config, data: TrainingData, settings: list[Any], work: Path) -> Predictor:
-    """A predictor of these records, trained once and kept in the work folder under what it depends on."""
+    """A predictor trained on these records, only once: it is kept in the work folder, named by a hash of all it depends on."""
     settings = [*settings, config.model_dump(mode="json"), FORMAT_VERSION, FEATURE_SET, DEVICE_FEATURES]
     out = work / "predictors" / digest_of(settings)[:12]
     if (out / "predictor").exists():
@@ -123,9 +123,9 @@ def trained_once(config: Config, data: TrainingData, settings: list[Any], work: 
 
 
 def trained_without(bench: Bench, device: str, seed: int) -> Predictor:
-    """A predictor of all records of the pool but the device's."""
+    """A predictor trained on all records of the pool except the device's."""
     args, data = bench.args, bench.records_for(device)
-    # without records of the device there is nothing to leave out; a split has to test something
+    # without records of the device there is nothing to leave out, but a split needs a test part
     spec = f"by_device:heldout={device};seed={seed}" if device in data.devices else "by_task:test=0.01"
     config = bench.config.model_copy(
         update={"split": bench.config.split.model_copy(update={"spec": spec}),
@@ -162,7 +162,7 @@ def judged(bench: Bench, predictor: Predictor, data: TrainingData, device: str, 
 
 
 def evaluate_device(bench: Bench, given: Predictor | None, device: str, seed: int, results: Results) -> None:
-    """Zero-shot first, then with so many measurements of the device."""
+    """Score a device zero-shot first, then with each number of measured tasks (``--few-shot``)."""
     args, data, vendor = bench.args, bench.records_for(device), get_device(device).vendor
     rows = np.flatnonzero(data.labels["device"] == device)
     base = cache(lambda: given or trained_without(bench, device, seed))
@@ -196,7 +196,7 @@ _TITLES = ("mape", "end to end", "NeuSight end to end", "networks")
 
 
 def figures(rows: list[Row]) -> list[Figure]:
-    """Means over the seeds: of every device, unseen and with K measurements, beside NeuSight; then of all devices."""
+    """Means over the seeds for every device, unseen and with K measured tasks, beside NeuSight; then means over all devices."""
     groups: dict[str, list[Row]] = {}
     means: dict[int, dict[int, list[Row]]] = {}
     seen = {row["device"] for row in rows if row.get("in_training")}
@@ -226,7 +226,7 @@ def _errors_of(row: Row) -> Row:
 
 
 def _means_of(rows: list[Row]) -> Row:
-    """Of one seed: the mean over devices, of NVIDIA's over networks."""
+    """Means of one seed: of operators over all devices, of networks over those on NVIDIA's devices."""
     mapes = [row["operators"]["mape"] for row in rows if "operators" in row]
     whole = [r for row in rows if row["vendor"] == "nvidia" for r in row.get("end_to_end", {"rows": ()})["rows"]]
     errors = [abs(row["predicted_s"]["cdmpp"] / row["measured_s"] - 1) for row in whole]
@@ -235,7 +235,7 @@ def _means_of(rows: list[Row]) -> Row:
 
 
 def node_figures(rows: Sequence[Row]) -> list[Figure]:
-    """Mean errors of forward nodes by family, pooled over the devices, ours and NeuSight's on the nodes that it predicts."""
+    """Mean errors of forward nodes by family, pooled over devices: ours and NeuSight's, on the nodes that NeuSight predicts."""
     found = []
     forward = [row["nodes"]["forward"]["families"] for row in rows if "forward" in row.get("nodes", {})]
     for family in FAMILIES:

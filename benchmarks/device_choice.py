@@ -1,15 +1,15 @@
-"""How often the faster of two devices is named, by how far apart they are, and what the stated confidence is worth.
+"""How often a source picks the faster of two devices, by their latency ratio, and whether the stated confidence is right.
 
     python benchmarks/device_choice.py --json device_choice.json
 
-* **programs**: those of the networks that the predictor was not trained on, measured on several CPUs of other kinds; the
-  predictor knows these CPUs. ``compiled`` has the instructions of each compiled program. ``peak`` names the CPU with the
-  larger float32 peak, ``usual`` the one that most of the training programs were faster on.
-* **networks**: NeuSight's, each GPU predicted without its labels by ``benchmarks/cross_device.py``, whose results are read;
-  ``peak`` as above; ``neusight`` and ``roofline`` as NeuSight's authors predict, who trained on some of these GPUs.
+* **programs**: those of the networks that the predictor was not trained on, measured on several CPUs of different kinds; the
+  predictor was trained on these CPUs. ``compiled`` is given the instructions of each compiled program. ``peak`` picks the CPU
+  with the larger float32 peak, ``usual`` the one on which most of the training programs were faster.
+* **networks**: NeuSight's, each GPU predicted without its labels; read from the results of ``benchmarks/cross_device.py``.
+  ``peak`` as above; ``neusight`` and ``roofline`` are the predictions of NeuSight's authors, who trained on some of these GPUs.
 
-``stated`` is the mean confidence in what is named, from the width of both intervals, as if their errors had nothing in common.
-Intervals of 95 % are over tasks, or networks.
+``stated`` is the mean confidence in the choice, computed from the widths of both intervals as if their errors were independent.
+The 95 % intervals are over tasks, or networks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cdmpp.predictor import TrainingData, gather, split_data
 from cdmpp.predictor.evidence import Evidence
 from cdmpp.predictor.predictor import Predictor, load_predictor
 
-#: Ratios of the two measured latencies; below the first one either choice is as good.
+#: Upper ends of the classes of latency ratios; below the first one both choices are equally good.
 RATIOS = (1.1, 1.5, 3.0, np.inf)
 _SIGMA = 2 * NormalDist().inv_cdf(0.95)
 
@@ -37,9 +37,9 @@ _SIGMA = 2 * NormalDist().inv_cdf(0.95)
 def choices(
     measured_s: Mapping[str, float], says: Mapping[str, Mapping[str, float]], sigma: Mapping[str, float]
 ) -> list[Row]:
-    """A row for each pair of devices of one case: the ratio of their latencies, whether each source (name -> device -> seconds,
-    or anything that is less for the better one) names the faster one, 0.5 where it cannot tell; ``stated`` is the confidence of
-    ours, by the standard deviations of log latencies by device."""
+    """A row for each pair of devices of one case. It has the ratio of their latencies, and whether each source of ``says``
+    (name -> device -> seconds, or any score that is lower for the faster device) picks the faster one, 0.5 for a tie.
+    ``stated`` is our confidence, from ``sigma``, the standard deviation of log latency by device."""
     rows = []
     for one, two in itertools.combinations(sorted(measured_s), 2):
         ratio = measured_s[two] / measured_s[one]
@@ -55,7 +55,7 @@ def choices(
 
 
 def program_choices(predictor: Predictor, data: TrainingData) -> list[Row]:
-    """Of programs that were measured on several CPUs of other kinds."""
+    """The :func:`choices` for test programs that were measured on several CPUs of different kinds, one core each."""
     split = split_data(predictor.training["split"], data)
     train, test = (data.labels.iloc[rows] for rows in (split.train, split.test))
     rows = split.test[test["device"].str.endswith("@1").to_numpy()]
@@ -84,7 +84,7 @@ def program_choices(predictor: Predictor, data: TrainingData) -> list[Row]:
 
 
 def _slower(wide: pd.DataFrame, name: str, other: str) -> float:
-    """Part of the programs measured on both devices that are slower on the first; 0.5 of none."""
+    """Fraction of the programs measured on both devices that are slower on the first; 0.5 if there are none."""
     if not {name, other} <= set(wide.columns):
         return 0.5
     both = wide[[name, other]].dropna()
@@ -92,7 +92,7 @@ def _slower(wide: pd.DataFrame, name: str, other: str) -> float:
 
 
 def network_choices(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Of networks, from the rows of ``cross_device.json`` without labels of the device."""
+    """The :func:`choices` for networks, from the rows of ``cross_device.json`` that used no labels of the device."""
     by_network: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         for case in row["end_to_end"]["rows"] if row["k"] == 0 else ():
@@ -111,7 +111,7 @@ def network_choices(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 
 def figures(what: str, rows: list[Row]) -> list[Figure]:
-    """A line for each class of ratios and each source, on the pairs that this and ours say something of."""
+    """A line for each class of ratios and each source, on the pairs for which both this source and ours have a prediction."""
     found, least = [], 1.0
     for most in RATIOS:
         own = [row for row in rows if least <= row["ratio"] < most]

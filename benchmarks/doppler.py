@@ -1,17 +1,17 @@
-"""Tuning with candidates built and measured side by side, against one by one: wall time to equal quality.
+"""Tuning that builds and measures candidates in parallel, against one step at a time: wall time to equal quality.
 
     python benchmarks/doppler.py --out runs/bench-doppler --json benchmarks/results/doppler.json
 
 Tasks that the predictor never saw are tuned together, with the same search, seed and trials, in three ways: ``one by one``
-builds what was submitted on all cores and then measures it, with nothing built meanwhile, as TVM does; ``degree 1`` builds
-while one program is measured; ``auto`` measures as many at a time as a calibration allows (``--workers auto``), the
-calibration in its wall time. Of a way over ``one by one``: ``time`` in wall seconds until its best label was within 1 % of the
-other's final one, over the other's wall time (twice its own if it never was); ``final latency``, measured again alone. ``of
-the bound``: labels a second over cores / (core seconds to build and to measure a label).
+builds a batch on all cores and then measures it, with no builds meanwhile, as TVM does; ``degree 1`` builds while one program
+is measured; ``auto`` measures as many programs at a time as a calibration allows (``--workers auto``), and its wall time
+includes the calibration. Ratios are over ``one by one``: ``time`` is the wall seconds until a way's best label was within 1 %
+of the other's final one, over the other's wall time (twice its own if it never was); ``final latency`` is measured again,
+alone. ``of the bound`` is labels a second over cores / (core seconds to build and to measure a label).
 
-``simulated`` is no measurement: labels a second that the pipeline of ``scale.py`` gives on one machine of so many cores, with
-the times of the records of ``degree 1``: all built, then measured one by one; degree 1; and the best degree. Builders have the
-cores that do not measure, and disturbance by neighbours is not in it: of two cores it says too little.
+``simulated`` is not measured: labels a second by the pipeline of ``scale.py`` on one machine with so many cores, with the times
+in the records of ``degree 1``. It has three columns: all built, then measured one by one; degree 1; and the best degree.
+Builders use the cores that do not measure, and disturbance by neighbours is not simulated: of two cores it says too little.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CORES = (2, 8, 32, 96)
 
 
 def tuned_once(args: argparse.Namespace, tasks: Sequence[Task], way: str, seed: int, predictor: Predictor) -> Row:
-    """Tune the tasks in one way."""
+    """Tune the tasks in one way; the row has its costs and results."""
     out = args.out / "runs" / f"{way.replace(' ', '-')}-{seed}"
     workers: int | str = "auto" if way == "auto" else 1
     options = {"predictor": predictor, "trim": None, "seed": seed, "workers": workers, "compile": 1}
@@ -80,7 +80,7 @@ def tuned_once(args: argparse.Namespace, tasks: Sequence[Task], way: str, seed: 
 
 
 def compared(way: str, rows: Sequence[tuple[Row, Row]], seeds: Sequence[int]) -> Figure:
-    """Of one way over one by one, medians over the seeds."""
+    """The figure of one way over ``one by one``, medians over the seeds."""
     times = []
     for ours, theirs in rows:
         seconds = seconds_until(ours["curve"], theirs["best_s"])
@@ -97,7 +97,7 @@ def compared(way: str, rows: Sequence[tuple[Row, Row]], seeds: Sequence[int]) ->
 
 
 def simulated(folder: Path, cores: int, programs: int = 2000) -> Figure:
-    """Labels a second of one machine with so many cores."""
+    """The figure of simulated labels a second on one machine with so many cores."""
     times = times_of(Dataset.open(folder / "measured").records, math.inf, driver_seconds(), 0.0)
     chosen = [number % len(times.build_s) for number in range(programs)]
     build_s, run_s = (float(of[chosen].sum()) for of in (times.build_s, times.run_s))

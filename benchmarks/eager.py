@@ -1,12 +1,12 @@
-"""Networks that PyTorch runs eagerly, against what ``cdmpp latency`` says of them; none was seen in training.
+"""Networks that PyTorch runs eagerly, measured against the prediction of ``cdmpp latency``; none was seen in training.
 
-Eight networks of the zoo whose operators are in no training (``HELD_OUT``), and six that are written here.
+Eight networks of the zoo whose operators are not in the training data (``HELD_OUT``), and six that are defined here.
 
     python benchmarks/eager.py --device epyc-zen5-2.6ghz@1 --measured data/library/epyc-zen5-1core/networks.json
     python benchmarks/eager.py --device h200 --measured data/library-gpu/h200/networks.json --json eager_h200.json
 
-Of several shares, the smallest first: how often the smallest that is as fast as the last, within 5 %, is the predicted one. On
-a GPU also in batches of 16, and kernels alone, in a graph. ``--measured`` writes its file, or predicts what it holds, anywhere.
+Given several shares, smallest first: how often the smallest one as fast as the last, within 5 %, is predicted right. On a GPU
+also batches of 16, and kernels alone, in a graph. ``--measured`` writes its file, or predicts what it holds on any machine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from cdmpp.tuner.measure import device_of_this_machine
 
 HELD_OUT = ("densenet121", "gcn", "inception_v3", "vgg16", "efficientnet_b0", "gpt2", "mlp_mixer", "unet")
 _SAMPLES, _LEAST_S = 15, 1.0
-#: All networks are measured so often, one after the other; the round in the middle counts: neighbours come and go.
+#: Rounds that measure all networks in sequence; each network's median round counts, as neighbours on the machine come and go.
 _ROUNDS = 3
 
 
 class Attends(nn.Module):
-    """Layers of attention by ``scaled_dot_product_attention``, and a gated feed-forward network."""
+    """Layers of attention (``scaled_dot_product_attention``) and gated feed-forward networks."""
 
     def __init__(self, dim: int = 320, heads: int = 5, layers: int = 5) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def own_networks() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
 
 
 def measured_s(run: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds of a run, warm, and their noise."""
+    """Seconds of a warm run, and their noise."""
     sentinel, samples, began = machine.Sentinel(), [], time.perf_counter()
     run()
     while len(samples) < _SAMPLES or time.perf_counter() - began < _LEAST_S:
@@ -127,7 +127,7 @@ def measured_s(run: Callable[[], Any]) -> tuple[float, float]:
 
 
 def on_cpu(cases: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, list[tuple[float, float]]]:
-    """Measured seconds and noise of networks, of each on all shares."""
+    """Measured seconds and noise of every network on every share, by ``network device``."""
     devices = [device_of_this_machine(device) for device in devices]
     cores, measured = machine.usable_cores(), defaultdict(list)
     for name, device in [(name, device) for name in cases for device in devices] * _ROUNDS:
@@ -140,7 +140,7 @@ def on_cpu(cases: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, lis
 
 
 def on_gpu(cases: Mapping[str, Any], device: Device) -> dict[str, Any]:
-    """The same of a run with Python, and third of kernels alone; networks that no graph holds lack."""
+    """The same for a run including Python, and third the seconds of the kernels alone; without networks that no graph holds."""
     measured = {}
     for name, (module, inputs) in cases.items():
         module, inputs = module.cuda(), [x.cuda() for x in inputs]
@@ -211,7 +211,7 @@ def main() -> None:
 
 
 def errors(rows: list[dict[str, Any]], name: str) -> Figure:
-    """Of the networks on one device."""
+    """The figure with the errors of the networks on one device."""
     ape = np.array([abs(row["predicted_ms"] / row["measured_ms"] - 1) for row in rows])
     inside = [row["low_ms"] <= row["measured_ms"] <= row["high_ms"] for row in rows if "low_ms" in row]
     values = {

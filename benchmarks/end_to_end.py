@@ -1,21 +1,21 @@
-"""Whole networks on this CPU: latency measured in the Relax VM against `cdmpp latency`'s prediction.
+"""Whole networks on this CPU: latency measured in the Relax VM against the prediction of `cdmpp latency`.
 
     python benchmarks/end_to_end.py --predictor runs/p1 --out runs/bench-end-to-end --json end_to_end.json
 
 Every network is compiled untuned (`tuned_networks.py` has tuned ones) and run in a process that is pinned to the cores of
-``--device`` with as many threads. What is measured is defined in `cdmpp/tuner/deployment.py`: ``measured_s`` is the mean of
-the faster half of the undisturbed whole runs (``method`` is ``runs``) or, where a run is too long to be left alone, the sum
-over the functions it calls, each the mean of the faster half of its undisturbed samples (``calls``). ``disturbed`` is the part
-of that time during which somebody else used the core, ``plain_s`` the mean of the faster half of all whole runs in the fastest
-round.
+``--device`` with as many threads. `cdmpp/tuner/deployment.py` defines the measurement: ``measured_s`` is the mean of the
+faster half of the undisturbed whole runs (``method`` is ``runs``). If a run is too long to stay undisturbed, it is the sum
+over the functions called, each the mean of the faster half of its undisturbed samples (``calls``). ``disturbed`` is the part
+of that time during which another process used the core. ``plain_s`` is the mean of the faster half of all whole runs in the
+fastest round.
 
-All networks are measured in ``--rounds`` rounds, each in a new process. The round in the middle counts, of those with at most
-5 % disturbed; the least disturbed one where there is none. What has been measured is kept in ``--out``; a run that is
-started again predicts anew.
+All networks are measured in ``--rounds`` rounds, each in a new process. The median round counts among those with at most
+5 % disturbed; if there is none, the least disturbed one does. Measurements are kept in ``--out``; a run that is started
+again only predicts anew.
 
-``ape`` is ``|predicted / measured - 1|``, ``plain_ape`` against ``plain_s``. ``seen`` says whether the predictor was trained
-on programs of the network, ``inside`` whether the measured latency lies in the interval that takes all tasks at the same end,
-``layer_ape`` is the sum of the calls' absolute errors over that of their measured times: it shows what cancels in the total.
+``ape`` is ``|predicted / measured - 1|``, ``plain_ape`` the same against ``plain_s``. ``seen`` says whether the predictor was
+trained on programs of the network, ``inside`` whether the measured latency lies in the interval that takes all tasks at the
+same end. ``layer_ape`` is the sum of the calls' absolute errors over that of their measured times: errors cannot cancel in it.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from cdmpp.program.network import FusedNetwork, Network, load_network
 from cdmpp.tuner.deployment import import_network, measure_network
 from cdmpp.tuner.measure import device_of_this_machine
 
-#: Of many families, from milliseconds to seconds; the weights that ship have not seen gcn, densenet121 and inception_v3.
+#: Many families, from milliseconds to seconds; gcn, densenet121 and inception_v3 were not used to train the default weights.
 NETWORKS = (
     "mlp", "lstm", "gcn", "espcn", "bert_tiny", "mobilenet_v2", "squeezenet", "resnet18", "densenet121", "inception_v3",
 )  # fmt: skip
 UNTUNED = "untuned"
-#: A round of which a larger part was disturbed counts only where no other is better.
+#: A round with a larger disturbed part counts only if no other is better.
 MOSTLY_QUIET = 0.05
 
 
 def measure(network: Network, fused: FusedNetwork, device: Device, realtime: bool) -> dict[str, Any]:
-    """What was measured of a network."""
+    """Measure a network once."""
     (cores,) = core_groups(usable_cores(), int(device.share), 1)
     found = measure_network(fused, network, device, {UNTUNED: fused.module}, cores, realtime=realtime)
     return asdict(found.variants[UNTUNED]) | {"cores": list(cores)}
 
 
 def round_that_counts(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of one variant: the middle one of the quiet rounds (of two the faster), else the least disturbed."""
+    """The median of the quiet rounds (the faster of two), else the least disturbed round."""
     quiet = [found for found in rounds if found["disturbed"] <= MOSTLY_QUIET]
     if not quiet:
         return min(rounds, key=lambda found: (found["disturbed"], found["latency_s"]))
@@ -66,7 +66,7 @@ def round_that_counts(rounds: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def layer_error(calls: Sequence[Mapping[str, Any]], layers: Sequence[LayerLatency]) -> float | None:
-    """Sum of the absolute errors of the calls that are predicted too over the sum of their measured times; None without any."""
+    """Sum of absolute errors of the calls that have a prediction, over the sum of their measured times; None without any."""
     numbers: Counter[str] = Counter()
     predicted_s = {layer.name: layer.latency_s for layer in layers}
     error_s = measured_s = 0.0
@@ -83,7 +83,7 @@ def layer_error(calls: Sequence[Mapping[str, Any]], layers: Sequence[LayerLatenc
 def row_of(
     network: Network, fused: FusedNetwork, predictor: Predictor, device: Device, rounds: Sequence[Mapping[str, Any]]
 ) -> Row:
-    """Measured against predicted."""
+    """The row of a network: measured and predicted latency, and errors."""
     seen = {known.split("@")[0] for known in predictor.training.get("networks", ())}
     counts = round_that_counts(rounds)
     measured_s = counts["latency_s"]
@@ -148,7 +148,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     device = device_of_this_machine(args.device)
     predictor = load_predictor(args.predictor)
-    # what was measured does not depend on the weights
+    # measurements do not depend on the weights
     measured = Results(args.out / "measured.json", provenance(__file__))
     cases = [(network, import_network(network)) for network in map(load_network, args.networks)]
     for turn in range(args.rounds):

@@ -1,11 +1,11 @@
-"""Damaged and hostile files: everything that reads one says what is wrong in one line, and never runs what it holds.
+"""Damaged and hostile files: every reader says what is wrong in one line, and never runs code from the file.
 
 ``python benchmarks/fuzz.py --inputs 10000 --json benchmarks/results/fuzz.json`` (some minutes a kind on one core).
 
-An input is a file that cdmpp wrote with a few changes: bytes flipped, cut, repeated or inserted (pickles, YAML tags and deep
-nesting among them), or, so that checksums are right, values inside of JSON, parquet, SQLite, safetensors and zip. It is
-accepted, or refused by an error of :mod:`cdmpp.errors`; anything else is a finding: another error, more than ``--limit``
-seconds or 3 GiB, a dead process, or the file that the inserted code would make. Each kind is read in a process of its own.
+An input is a file written by cdmpp with a few changes: bytes flipped, cut, repeated or inserted (pickles, YAML tags and deep
+nesting among them), or changed values inside of JSON, parquet, SQLite, safetensors and zip, so that checksums stay right. It
+is accepted, or refused with an error of :mod:`cdmpp.errors`. Anything else is a finding: another error, more than ``--limit``
+seconds or 3 GiB, a dead process, or the file that inserted code would create. Each kind is read in a process of its own.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from cdmpp.program.llm import load_decoder
 from cdmpp.program.operators import read_operators
 from cdmpp.program.types import Program, Space, Task
 
-#: Bytes that a process may allocate, and seconds in which a warm one reads its first input.
+#: Bytes that a process may allocate, and seconds in which a new process must start and read its first input.
 _MEMORY, _START_S = 3 << 30, 120.0
-#: A canary's path takes the place of this in what is inserted.
+#: Placeholder in inserted bytes for the path of the canary: the file that exists only if inserted code was run.
 _CANARY = b"CANARY"
 _TOKENS = [
     b"cos\nsystem\n(S'touch CANARY'\ntR.", b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x0ctouch CANARY\x85R.",
@@ -138,7 +138,7 @@ _LLM = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_a
         "intermediate_size": 128}  # fmt: skip
 _DEVICE = "- {name: mine, kind: gpu, vendor: nvidia, arch: sm_90, cores: 132, clock_mhz: 1980, bandwidth_gb_s: 4000}\n"
 
-#: Kind of file -> what writes one in a folder, and what reads it.
+#: Kind of file -> function that writes a sample to a folder, and function that reads it.
 KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
     "dataset folder": (lambda folder: _dataset(folder, True), _read_dataset),
     "dataset rows (SQLite)": (lambda folder: _dataset(folder, False), _read_dataset),
@@ -177,7 +177,7 @@ def _changed_bytes(data: bytes, rng: random.Random, canary: bytes) -> bytes:
 
 
 def _changed_json(value: Any, rng: random.Random) -> Any:
-    """The value with one place in it changed."""
+    """The value with one part of it changed."""
     if isinstance(value, dict | list) and value and rng.random() < 0.8:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
         key, copy = rng.choice(keys), value.copy()
@@ -190,7 +190,7 @@ def _changed_json(value: Any, rng: random.Random) -> Any:
 
 
 def _changed_text(text: Any, rng: random.Random) -> Any:
-    """A cell that may be JSON."""
+    """A changed cell: JSON with one part changed, or another value if the cell is not JSON."""
     try:
         return json.dumps(_changed_json(json.loads(text), rng))
     except (TypeError, ValueError):
@@ -198,14 +198,14 @@ def _changed_text(text: Any, rng: random.Random) -> Any:
 
 
 def _change_inside(path: Path, rng: random.Random) -> None:
-    """Another value behind checksums and lengths that are right; ValueError and the like where the format cannot hold it."""
+    """Change a value and keep checksums and lengths right. Raises ValueError or similar if the format cannot hold the value."""
     data = path.read_bytes()
     if path.suffix == ".parquet":
         table = pq.read_table(path)
         rows, name = table.to_pylist(), rng.choice(table.schema.names)
         row = rng.choice(rows)
         row[name] = _changed_text(row[name], rng) if rng.random() < 0.8 else rng.choice(_VALUES)
-        schema = table.schema if rng.random() < 0.8 else None  # or another type
+        schema = table.schema if rng.random() < 0.8 else None  # None: the column's type may change
         pq.write_table(pa.Table.from_pylist(rows, schema).replace_schema_metadata(table.schema.metadata), path)
     elif path.suffix == ".db":
         with sqlite3.connect(path) as db:
@@ -231,7 +231,7 @@ def _change_inside(path: Path, rng: random.Random) -> None:
 
 
 def make_input(sample: Path, folder: Path, rng: random.Random, canary: Path) -> Path:
-    """A copy of a sample in a folder, changed."""
+    """Copy a sample to a folder and change it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     path = folder / sample.name
@@ -243,7 +243,7 @@ def make_input(sample: Path, folder: Path, rng: random.Random, canary: Path) -> 
         files = sorted(file for file in path.rglob("*") if file.is_file())
     file = rng.choice(files)
     content = file.read_bytes()
-    file.unlink()  # it may be a link
+    file.unlink()  # it may be a hard link to the sample
     if rng.random() > 0.02:
         file.write_bytes(content)
         try:
@@ -257,7 +257,7 @@ def make_input(sample: Path, folder: Path, rng: random.Random, canary: Path) -> 
 
 
 def read(kind: str, path: Path, canary: Path) -> str:
-    """``accepted``, ``refused``, or a finding."""
+    """Read an input: ``accepted``, ``refused``, or the text of a finding."""
     try:
         KINDS[kind][1](path)
         found = "accepted"
@@ -288,7 +288,7 @@ def _serve(connection: Any, kind: str, sample: Path, folder: Path, seed: int) ->
 
 
 def fuzz(kind: str, inputs: int, seed: int, limit_s: float) -> dict[str, Any]:
-    """Read so many inputs of a kind; a row of the table."""
+    """Read a number of inputs of a kind; returns a row of the table."""
     context = multiprocessing.get_context("spawn")
     outcomes: Counter[str] = Counter()
     findings: dict[str, dict[str, Any]] = {}

@@ -1,20 +1,20 @@
-"""Operators of libraries on GPUs left out of the training: by operator, data type and device, against simpler predictions.
+"""Library operators on GPUs left out of training: errors by operator, data type and device, against simpler predictions.
 
     python benchmarks/gpu_operators.py --data runs/aic runs/pipeweave runs/miopen runs/neusight data/library-gpu --json g.json
 
-The datasets are those that ``cdmpp import`` makes. In turn every family of nearly equal devices is left out, the rest is
-trained on, and the fastest kernel of every operator on the family's devices is predicted. The others know the same:
+The datasets are those that ``cdmpp import`` makes. Every family of nearly equal devices is left out in turn: the model is
+trained on the rest and predicts the fastest kernel of every operator on the family's devices. The baselines use the same data:
 
-- ``roofline``: the larger of work over peak and bytes over bandwidth, times one constant a kind of operator;
-- ``nearest device``: the same operator on the device left in whose peak and bandwidth are nearest, times the ratio of
-  rooflines; only of operators that were measured on it (``n`` says how many);
-- ``XGBoost``: on the same features, of the logarithm of latency over roofline.
+- ``roofline``: the larger of work over peak and bytes over bandwidth, times one constant per kind of operator;
+- ``nearest device``: the same operator on the training device whose peak and bandwidth are nearest, times the ratio of
+  rooflines; only for operators that were measured there (``n`` is their number);
+- ``XGBoost``: the logarithm of latency over roofline, from the same features.
 
-``all devices`` weighs the devices of a kind alike; size classes are by what the roofline expects. Intervals are over operators.
+``all devices`` weights the devices of a kind equally; size classes are by the roofline's latency. Intervals are over operators.
 
-How many measurements a new GPU takes: of each device left out 0 to 300 operators are chosen (by what tells most, by KMeans, at
-random), a correction is learned from them, and the device's other operators are scored, kinds weighing alike; ``one constant``
-is the median error of those chosen at random. Intervals are over devices.
+How many measurements a new GPU takes: 0 to 300 operators of each device left out are chosen (the most informative, by KMeans,
+or at random), a correction is learned from them, and the device's other operators are scored, with equal weights of kinds.
+``one constant`` is the median error of operators chosen at random. Intervals are over devices.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ MODELS = ("cdmpp", "mechanism alone", "roofline", "nearest device", "XGBoost")
 METRICS = ("median_ape", "mape")
 MEANS = {"median_ape": "mean", "mape": "mean", "n": "sum"}
 MEASURED = (10, 30, 100, 300)
-#: What NeuSight measured, of which whole networks consist.
+#: Kinds of operators that NeuSight measured and whole networks consist of, and the devices.
 OLD_KINDS = ("gemm float32", "elementwise float32", "layernorm float32", "softmax float32")
 OLD_DEVICES = ("a100-pcie-40gb", "mi100", "mi210", "p100-pcie-16gb", "p4", "t4", "v100-pcie-32gb")
-#: By what the roofline expects; the whole of them first.
+#: Size classes by the roofline's latency; the first one is all of them together.
 SIZE_CLASSES = ("all devices", "all devices below 10 us", "all devices, 10 to 100 us", "all devices above 100 us")
 SELECTIONS = ("variance", "kmeans", "random", "one constant")
-#: Operators of a device that are chosen from and scored, at most.
+#: Largest number of a device's operators to choose from and score.
 _POOL = 1500
 
 
 def roofline(table: pd.DataFrame, device: Device) -> np.ndarray:
-    """Seconds at the peak or the full bandwidth, whichever is longer, float64 (n,)."""
+    """Log seconds at the peak or at the full bandwidth, whichever is longer, float64 (n,)."""
     seen = mechanism(table, device)
     return np.maximum.reduce([seen.features[:, 0], np.log(seen.memory_s + 1e-9)])
 
 
 def baselines(table: pd.DataFrame, seed: int) -> pd.DataFrame:
-    """Logarithms of what each baseline predicts of each row of a table without its device's family."""
+    """Log seconds that each baseline predicts for each row of a table, fitted without the family of the row's device."""
     from xgboost import XGBRegressor
 
     devices = {name: get_device(name) for name in sorted(set(table["device"]))}
@@ -91,14 +91,14 @@ def baselines(table: pd.DataFrame, seed: int) -> pd.DataFrame:
 
 
 def distance(one: Device, other: Device) -> float:
-    """How far apart two devices are in peak and bandwidth; those of another maker are farthest."""
+    """Distance between two devices by peak and bandwidth; devices of different vendors are the farthest."""
     peak = math.log(max(one.peak_gflops.values(), default=1.0) / max(other.peak_gflops.values(), default=1.0))
     bandwidth = math.log((one.bandwidth_gb_s or 1.0) / (other.bandwidth_gb_s or 1.0))
     return math.hypot(peak, bandwidth) + 100.0 * (one.vendor != other.vendor)
 
 
 def scores(table: pd.DataFrame, seed: int) -> Iterator[Row]:
-    """A row for each operator kind, data type and device: errors of every model."""
+    """A row with the errors of every model, for each operator kind, data type, device and size class."""
     predicted = baselines(table, seed)
     predicted["cdmpp"] = np.log(table["left_out_s"].to_numpy())
     predicted["mechanism alone"] = np.log(table["left_out_estimate_s"].to_numpy())
@@ -120,7 +120,7 @@ def scores(table: pd.DataFrame, seed: int) -> Iterator[Row]:
 
 
 def measurements(table: pd.DataFrame, model: OperatorModel, seed: int) -> Iterator[Row]:
-    """A row for each device left out, number of operators measured on it, and way to choose them: errors on the others."""
+    """Errors on a device's other operators: a row for each device left out, number of operators measured, and way to choose."""
     for name, part in table.groupby("device"):
         part = part.sample(min(len(part), _POOL), random_state=seed)
         traits = model.traits(part, get_device(str(name)))

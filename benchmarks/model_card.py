@@ -1,11 +1,11 @@
-"""The model card of a predictor: what it was trained on, its error on what it never saw, and its limits.
+"""The model card of a predictor: what it was trained on, its error on unseen programs, and its limits.
 
     python benchmarks/model_card.py --card cdmpp/predictor/weights/default/README.md --json model_card.json
 
 Every figure is computed here, on the test part of the split that the predictor was trained with; those of ``--json`` have
-95 % intervals over tasks. ``in interval`` is the part of the labels that the predictor's 90 % intervals hold, ``below it`` are
-faster. ``operators`` are tasks by the heaviest operator that is fused into them; ``no training task within 1.26`` are those
-without one of the same operators and ranks whose every extent is within that ratio. Disturbed labels count only where said.
+95 % intervals over tasks. ``in interval`` is the fraction of labels inside the predictor's 90 % intervals, ``below it`` the
+fraction that is faster. ``operators`` groups tasks by their heaviest fused operator. ``no training task within 1.26``: no
+training task with the same operators and ranks has all extents within that ratio. Disturbed labels count only where stated.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _COLUMNS = (
     ("in interval", "in interval", "{:.1%}"),
     ("below it", "below it", "{:.1%}"),
 )
-#: Operators that tasks are grouped by, the heaviest first.
+#: Operators to group tasks by, the heaviest first.
 _OPERATORS = ("conv", "matmul", "dense", "pool", "softmax", "norm", "mean", "sum")
-#: Extents within this ratio make tasks near.
+#: Tasks are near if all extents are within this ratio.
 _NEAR, _FAR = 1.26, "no training task within 1.26"
 
 
 def table(groups: dict[str, dict[str, Any]], kind: str = "") -> str:
-    """Markdown, a line a group of a kind."""
+    """A Markdown table with one line for each group of a kind."""
     lines = [[kind, *(title for _, title, _ in _COLUMNS)]]
     for name, scores in groups.items():
         if name.startswith(kind or "all"):
@@ -58,7 +58,7 @@ def table(groups: dict[str, dict[str, Any]], kind: str = "") -> str:
 
 
 def card(predictor: Predictor, ast: dict[str, Any], **told: Any) -> str:
-    """``model_card.md`` filled in with scores by group; those with compiled code and with latencies elsewhere as ``told``."""
+    """``model_card.md`` filled in with scores by group: ``ast`` alone; ``told``: with compiled code, or latencies elsewhere."""
     training = predictor.training
     names = training["networks"]
     networks, resized = sorted({architecture(name) for name in names}), sum("@" in name for name in names)
@@ -103,7 +103,7 @@ def far_tasks(tasks: Iterable[Task], known: Iterable[Task]) -> set[str]:
 
 
 def grouped(predictor: Predictor, data: TrainingData, rows: np.ndarray, kinds: Iterable[str]) -> dict[str, np.ndarray]:
-    """Name -> which of the rows are of a group, bool (n,): all, those of ``kinds``, by operator, what is far or disturbed."""
+    """Group -> which of the rows are in it, bool (n,): all, far tasks, by operator, by each of ``kinds``, disturbed labels."""
     assert data.view is not None
     task, tasks = data.labels["task"].iloc[rows], data.view.tasks
     far = far_tasks([tasks[t] for t in set(task)], [tasks[t] for t in predictor.training["tasks"] if t in tasks])

@@ -1,15 +1,15 @@
-"""How far one number a CPU goes: whole networks of ncnn on CPUs, one thread, float32.
+"""How well one number per CPU predicts latency: whole networks of ncnn on CPUs, one thread, float32.
 
     python benchmarks/one_number.py --data ../shared/data --json one_number.json
 
-log latency = the CPU's number + the network's. ``in sample`` is what such a model leaves of the labels. ``one known network``
-takes a CPU's number from one network that was measured on it, in turn each, and the networks' numbers from the other CPUs.
-``nothing measured`` takes it from the clock, or also from what LLVM's scheduling model says of the core (instructions a cycle,
-multiply-adds a cycle, width of a vector), by a ridge regression on the other CPUs; those with the same core are left out
-together, and so are CPUs whose core or clock is not told. ``order`` is how often the faster of two CPUs is named whose cores
-differ, by how many times one takes as long as the other.
+log latency = the CPU's number + the network's number. ``in sample`` is this model's error on the labels it was fitted to.
+``one known network`` takes a CPU's number from one network measured on it, each in turn, and the networks' numbers from the
+other CPUs. ``nothing measured`` predicts it from the clock, or from the clock and LLVM's scheduling model of the core
+(instructions a cycle, multiply-adds a cycle, vector width), by a ridge regression on the other CPUs. CPUs with the same core
+are left out together; CPUs whose core or clock is unknown are not used. ``order`` is how often the faster of two CPUs with
+different cores is picked, by the ratio of their latencies.
 
-A user's predictor of a CPU that was not measured has to beat these. Intervals of 95 % are over CPUs.
+A predictor for CPUs without measurements has to beat these. The 95 % intervals are over CPUs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import numpy as np
 import pandas as pd
 from common import Figure, arguments, bootstrap, figure, provenance, report, start
 
-#: A core as the file names it -> LLVM's name of it, or of what it was made from; Arm's and AMD's go by their own names.
+#: A core's name in the file -> LLVM's name for it, or for the core it derives from; other names are used in lower case.
 _CORES = {
     "Kryo260": "cortex-a73", "Kryo460": "cortex-a76", "Kryo485": "cortex-a76", "Cortex-A78AE": "cortex-a78", "Zen": "znver1",
     "Zen2": "znver2", "Zen3": "znver3", "Core-i7-11800H": "tigerlake", "Core-i7-7700K": "skylake",
     "Xeon-8573C": "emeraldrapids",
 }  # fmt: skip
 _AVX512 = ("tigerlake", "emeraldrapids")
-#: Networks that a CPU must have, and CPUs that a network must have, to count.
+#: A CPU counts if so many networks were measured on it, a network if it was measured on so many CPUs.
 _LEAST = 10
 _RIDGE = 0.1
 
@@ -55,7 +55,7 @@ def fitted(logs: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 
 
 def specification(cpus: pd.DataFrame, folder: Path) -> pd.DataFrame:
-    """Log clock, and of LLVM's scheduling models log instructions, multiply-adds and bits a cycle; rows without NaN alone."""
+    """Log clock and, by LLVM's scheduling model, log width, in order or not, and log multiply-add bits a cycle; no NaN rows."""
     models = pd.read_csv(folder / "uarch_cpus.csv").drop_duplicates("mcpu").set_index("mcpu")
     own = models.reindex(cpus["core"]).set_axis(cpus.index)
     bits = np.where(own["isa"] == "x86", np.where(cpus["core"].isin(_AVX512), 512, 256), 128)
@@ -69,7 +69,7 @@ def specification(cpus: pd.DataFrame, folder: Path) -> pd.DataFrame:
 
 
 def from_specification(facts: pd.DataFrame, number: pd.Series, cores: pd.Series) -> pd.Series:
-    """Each CPU's number by a ridge regression on CPUs with another core; the clock alone is not held back."""
+    """Each CPU's number by a ridge regression on the CPUs with another core; the penalty does not apply to the clock."""
     found = {}
     for name in facts.index:
         others = facts.index[(cores[facts.index] != cores[name]).to_numpy()]
@@ -82,7 +82,7 @@ def from_specification(facts: pd.DataFrame, number: pd.Series, cores: pd.Series)
 
 
 def scored(name: str, logs: pd.DataFrame, predicted: pd.DataFrame, seen: np.ndarray | None = None) -> Figure:
-    """Errors of the labels that a prediction is for, but for those that it was given (bool, of the table's shape)."""
+    """Errors of the predictions, except for labels that were given as input: ``seen``, bool, of the table's shape."""
     error = np.abs(np.exp(predicted - logs) - 1).to_numpy()
     if seen is not None:
         error = np.where(seen, np.nan, error)
@@ -93,7 +93,7 @@ def scored(name: str, logs: pd.DataFrame, predicted: pd.DataFrame, seen: np.ndar
 
 
 def order(number: pd.Series, predicted: pd.Series, cores: pd.Series, least: float, most: float) -> float:
-    """Part of the pairs of CPUs so many times apart whose faster one is named."""
+    """Fraction of the pairs, of CPUs with different cores that are this many times apart, whose faster one is picked."""
     pairs = [
         (number[a] - number[b]) * (predicted[a] - predicted[b]) > 0
         for a, b in itertools.combinations(predicted.index, 2)

@@ -1,14 +1,14 @@
-"""Candidates a second: TIR in, predictions out, ours against TVM's XGBModel; and compact ASTs against its PerStoreFeature.
+"""Candidates a second from TIR to predictions, ours against TVM's XGBModel; and compact ASTs against TVM's PerStoreFeature.
 
     python benchmarks/prediction_speed.py --json prediction_speed.json
     python benchmarks/prediction_speed.py --asts-only --candidates 300 --json ast_speed.json
     python benchmarks/prediction_speed.py --quick          # does it run? seconds, figures mean nothing
 
 Ours is ``Predictor.predict(funcs, device)``: compact ASTs, batching, network. Theirs is ``XGBModel.predict(context,
-candidates)``: PerStoreFeature and boosted trees, trained on what ours predicts of some candidates. Both start from
-scheduled TIR in memory, know none of the programs before, take turns batch by batch, and have threads as users get them:
-TVM's defaults (one a physical core); one torch thread a core. Candidates are ordered by task, as a tuner asks for. ASTs and
-PerStoreFeature run on one thread, of tasks and programs that neither has seen.
+candidates)``: PerStoreFeature and boosted trees, trained on our predictions for some candidates. Both start from scheduled
+TIR in memory, have not seen the programs before, and take turns batch by batch. Threads are the defaults: for TVM one per
+physical core, for torch one per core. Candidates are ordered by task, as a tuner requests them. The comparison of ASTs and
+PerStoreFeature uses one thread, and tasks and programs that neither has seen.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ DEVICE = "this-cpu@1"
 
 
 def draw(networks: Sequence[str], count: int, seed: int, deadline: float = math.inf) -> list[BuildJob]:
-    """Up to `count` random programs, those of a task together: as many of each as its spaces give until the monotonic time."""
+    """Draw up to `count` random programs, those of a task together. `deadline` is a monotonic time to stop at."""
     tasks = extract_tasks(networks)
     found: list[BuildJob] = []
     for turn, index in enumerate(np.random.default_rng(seed).permutation(len(tasks))):
-        # what earlier tasks could not give, later ones have to
+        # later tasks make up for what the spaces of earlier ones could not give
         wanted = -(-(count - len(found)) // (len(tasks) - turn))
         task = tasks[index]
         try:
@@ -61,13 +61,13 @@ def draw(networks: Sequence[str], count: int, seed: int, deadline: float = math.
 
 
 def rebuilt(jobs: Sequence[BuildJob]) -> list[Any]:
-    """Scheduled PrimFuncs."""
+    """The scheduled PrimFuncs of the programs."""
     rebuild = Rebuilder()
     return [rebuild(job.program, job.task, job.space) for job in jobs]
 
 
 class TvmXgb:
-    """TVM's XGBModel, trained on the first candidates: those that have a latency."""
+    """TVM's XGBModel, trained on the first candidates, as many as there are latencies."""
 
     def __init__(self, funcs: Sequence[Any], latency_s: np.ndarray) -> None:
         tvm = import_tvm()
@@ -78,7 +78,7 @@ class TvmXgb:
         mods = [tvm.IRModule({"main": func}) for func in funcs]
         self.candidates = [ms.MeasureCandidate(Schedule(mod), []) for mod in mods]
         self.context = ms.TuneContext(mod=mods[0], target=tvm.target.Target({"kind": "llvm", "num-cores": 1}))
-        # with fewer samples than its warm-up wants it would answer at random
+        # with fewer samples than num_warmup_samples its predictions would be random
         warm_up = min(100, len(latency_s))
         self.model = XGBModel(extractor="per-store-feature", num_warmup_samples=warm_up, verbose_eval=False)
         results = [ms.runner.RunnerResult([float(s)], None) for s in latency_s]
@@ -98,8 +98,8 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def compare(predictor: Predictor, funcs: Sequence[Any], theirs: TvmXgb, size: int, limit: int, repeats: int) -> Figure:
-    """Both on the same batches in turns, `repeats` times."""
-    count = len(funcs) // size  # batches evenly over all candidates
+    """The figure of both on the same batches, measured in turns, `repeats` times."""
+    count = len(funcs) // size  # of batches; those measured are spread evenly over them
     batches = [size * int(n) for n in np.unique(np.linspace(0, count - 1, min(limit, count)).round())]
     rates: dict[str, list[float]] = {"ours": [], "tvm": []}
     ast_parts = []
@@ -120,7 +120,7 @@ def compare(predictor: Predictor, funcs: Sequence[Any], theirs: TvmXgb, size: in
 
 
 def extraction(groups: Sequence[Sequence[Any]]) -> Callable[[], None]:
-    """TVM's PerStoreFeature of groups of programs of one task each, as a tuner asks for them."""
+    """A function that extracts TVM's PerStoreFeature from groups of programs, one task each, as a tuner does."""
     tvm = import_tvm()
     from tvm.s_tir import Schedule
     from tvm.s_tir import meta_schedule as ms
@@ -138,7 +138,7 @@ def extraction(groups: Sequence[Sequence[Any]]) -> Callable[[], None]:
 
 
 def compare_asts(jobs: Sequence[BuildJob], funcs: Sequence[Any], rounds: int) -> list[Figure]:
-    """Milliseconds a compact AST and a PerStoreFeature, in turns, `rounds` times."""
+    """Milliseconds per compact AST and per PerStoreFeature, measured in turns, `rounds` times."""
     tvm = import_tvm()
     by_task: dict[str, list[Any]] = {}
     for job, func in zip(jobs, funcs, strict=True):
@@ -153,7 +153,7 @@ def compare_asts(jobs: Sequence[BuildJob], funcs: Sequence[Any], rounds: int) ->
         took.setdefault(name, []).append(1e3 * seconds(work) / count)
 
     for _ in range(rounds):
-        untouched = list(tvm.ir.load_json(tvm.ir.save_json(mods)))  # what Python has once touched it gets faster again
+        untouched = list(tvm.ir.load_json(tvm.ir.save_json(mods)))  # objects that Python has accessed before are faster
         timed("new tasks", lambda m=untouched: compact_asts(m))
         timed("PerStoreFeature", extract)
         timed("one call a program", lambda: [compact_ast(mod) for mod in some], len(some))
@@ -185,7 +185,7 @@ def main() -> None:
     labels_s = predictor.predict(asts[: args.train_candidates], DEVICE)
     with quiet():
         theirs = TvmXgb(funcs, labels_s)
-    predictor.predict(funcs[:8], DEVICE)  # both are warm
+    predictor.predict(funcs[:8], DEVICE)  # warms up both
     theirs.predict(0, 8)
 
     sizes = [size for size in BATCH_SIZES if size <= len(funcs)]

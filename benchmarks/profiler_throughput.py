@@ -2,9 +2,9 @@
 
 Both get the same programs, cores, and number and length of samples; MetaSchedule builds on all cores and runs on one worker,
 as it always does. The 30-50 s import of tensor intrinsics in each of its workers is replaced by the stub that cdmpp uses, and
-processes are started before the clock runs where the design allows it (MetaSchedule restarts its builders for every batch,
-which a tuner pays for too). The two alternate over chunks of the programs, and measure everything twice, so that their
-disagreement can be held against each one's own re-measurement difference.
+processes are started before timing begins where the design allows it (MetaSchedule restarts its builders for every batch,
+which a tuner pays for too). The two alternate over chunks of the programs and measure everything twice, so that their
+disagreement can be compared with the difference between two measurements by the same one.
 
     python benchmarks/profiler_throughput.py --programs 224 --json throughput.json
 """
@@ -67,7 +67,7 @@ class MetaSchedule:
 
     def measure(self, jobs: Sequence[BuildJob]) -> tuple[dict[str, float], float]:
         ms, tvm = self._ms, self._tvm
-        # A tuner has the programs at hand already: rebuilding them is not counted here (for ours it is).
+        # A tuner already has the scheduled programs: the time to rebuild them is not counted here (for ours it is).
         modules = [tvm.IRModule({"main": func}) for func in rebuilt(jobs)]
         started = time.perf_counter()
         labels: dict[str, float] = {}
@@ -109,7 +109,7 @@ def main() -> None:
     labels: dict[tuple[str, int], dict[str, float]] = {(side, r): {} for side in sides for r in (0, 1)}
     rates: dict[str, list[float]] = {side: [] for side in sides}
     with Engine(CpuMeasurer(config, device.target, Executor(groups), sentinel_job())) as engine:
-        ours(engine, jobs[:4])  # processes are up and warm
+        ours(engine, jobs[:4])  # starts and warms up the processes
         for repeat in (0, 1):
             for begin in range(0, len(jobs), args.chunk):
                 chunk = jobs[begin : begin + args.chunk]

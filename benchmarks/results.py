@@ -2,7 +2,7 @@
 
     python benchmarks/results.py
 
-A result is stale where the code, data or weights that it depends on are not those of this commit any more. Tables stand between
+A result is stale if the code, data or weights that it depends on differ from those of this commit. Tables are written between
 ``<!-- table: NAME -->`` or ``<!-- result: FILE -->`` and ``<!-- end -->``.
 """
 
@@ -27,12 +27,12 @@ _BLOCK = re.compile(r"(<!-- (table|result): ([\w.]+) -->\n).*?(<!-- end -->)", r
 
 
 def load_results(folder: Path = FOLDER) -> dict[str, dict[str, Any]]:
-    """File name -> content; SystemExit for one without provenance."""
+    """All result files, file name -> content; SystemExit for a file without provenance."""
     return {path.name: load_result(path) for path in sorted(folder.glob("*.json"))}
 
 
 def readme_table(name: str, results: Mapping[str, Content]) -> str:
-    """A table of ``tables.yaml`` as Markdown; SystemExit where a figure is in no result."""
+    """A table of ``tables.yaml`` as Markdown; SystemExit if no result has one of its figures."""
     table = yaml.safe_load(TABLES.read_text(encoding="utf-8"))[name]
     rows = [table["headings"]]
     for line in table["lines"]:
@@ -55,7 +55,7 @@ def made_by(file: str, content: Content) -> str:
 
 
 def section(file: str, content: Content) -> str:
-    """A result with its command."""
+    """The section of a result: its command, note and tables."""
     made = content["provenance"]
     table = "\n\n".join(map(markdown_table, tables(content["figures"])))
     note = f"\n{content['note']}\n" if content.get("note") else ""
@@ -63,7 +63,7 @@ def section(file: str, content: Content) -> str:
 
 
 def overview(results: Mapping[str, Content], now: datetime) -> str:
-    """Commit, date, age, machine and staleness of every result."""
+    """A table with the commit, date, age, machine and staleness of every result."""
     lines = [["result", "date", "age in days", "commit", "machine", "stale: changed since"]]
     for file, content in results.items():
         made = content["provenance"]
@@ -97,7 +97,7 @@ def render(results: Mapping[str, Content], now: datetime) -> str:
 
 
 def fill(text: str, results: Mapping[str, Content]) -> str:
-    """A text with its generated tables."""
+    """Fill the generated tables into a text."""
 
     def block(match: re.Match[str]) -> str:
         begin, kind, name, end = match.groups()

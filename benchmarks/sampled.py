@@ -1,4 +1,4 @@
-"""A part of a dataset's records, spread evenly over kinds of tasks and devices."""
+"""A sample of a dataset's records, spread evenly over kinds of tasks and devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cdmpp.errors import DatasetError
 
 
 class SampledView(DatasetView):
-    """Some records of another view, by row number, (n,); tasks, spaces and programs are all there."""
+    """Some records of another view, by row number, (n,), with all of its tasks, spaces and programs."""
 
     def __init__(self, view: DatasetView, rows: NDArray[np.int64]) -> None:
         self._view = view
@@ -33,10 +33,10 @@ class SampledView(DatasetView):
 
 
 def sample_evenly(view: DatasetView, number: int, seed: int = 0, devices: Collection[str] | None = None) -> SampledView:
-    """About as many ok records of every kind of task (by name) on every device (these, or all), `number` in all.
+    """Sample `number` ok records, about equally many of every kind of task (by name) on every device (None: all devices).
 
-    Which programs are taken depends on their hashes and the seed alone, so that devices share them as far as the same ones
-    were measured there. DatasetError where `number` is below 1, or no record is ok.
+    The choice of programs depends only on their hashes and the seed, so that devices share programs as far as the same ones
+    were measured on them. DatasetError if `number` is below 1, or no record is ok.
     """
     if number < 1:
         raise DatasetError(f"the number of records to take is {number}, expected at least 1")
@@ -63,7 +63,7 @@ def sample_evenly(view: DatasetView, number: int, seed: int = 0, devices: Collec
 
 
 def even_shares(counts: Sequence[int], total: int) -> list[int]:
-    """Parts of `total`, none above its count, and as equal as that allows; all counts where they are fewer."""
+    """Split `total` into parts that are as equal as possible, none above its count; the counts if their sum is lower."""
     shares = [0] * len(counts)
     left = total
     for place, index in enumerate(sorted(range(len(counts)), key=lambda i: counts[i])):

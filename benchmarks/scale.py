@@ -1,16 +1,16 @@
-"""Labels a second of a cluster that is not here: simulated from measured times, for 1 to 512 builder cores and 1 to 64 devices.
+"""Labels a second of a cluster, simulated from times measured on one machine: 1 to 512 builder cores and 1 to 64 devices.
 
 ``python benchmarks/scale.py --measure 200 --json benchmarks/results/scale.json`` on a quiet machine.
 
-A builder core builds one program after another; an object goes to the machine of the device over its network (one at a time,
-at the bandwidth that is stated); the device measures one at a time, in batches that are there when it begins; the driver, one
-process, takes every outcome. Builders wait where more than four batches a device are built and not measured. Times to build and
-to measure are drawn from the records of a dataset, failures included; the size of objects is that of the tests' compiled
-programs, and what the driver takes for an outcome is timed here. Not in it: nodes of unequal speed, and start-up.
+A builder core builds one program after another. Each object is sent to the device's machine over the network (one at a time,
+at the bandwidth that is given). A device measures one program at a time, in batches that have arrived before it begins. The
+driver, one process, stores every outcome. Builders wait while more than four batches per device are built but not measured.
+Times to build and to measure are drawn from the records of a dataset, failures included. The object size is that of the tests'
+compiled programs; the driver's time per outcome is measured here. Not simulated: nodes of unequal speed, and start-up.
 
 ``--measure N`` profiles N programs here with one builder and with two, without Ray and on a Ray cluster of this machine, and
-compares the labels a second with those simulated for this machine from the times with one builder and no Ray. With fewer cores
-than builders and devices a builder rests while its core measures.
+compares the labels a second with those simulated for this machine from the times with one builder and no Ray. If there are
+fewer cores than builders and devices, a builder pauses while its core measures.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from cdmpp.program.types import Program, Task
 
 OBJECTS = REPOSITORY / "tests/golden/objects.zip"
 CORES, DEVICES = [2**k for k in range(10)], [2**k for k in range(7)]
-#: Of the most that so many devices give: from here on more cores are of no use.
+#: From this fraction of the highest rate of so many devices on, more cores are of no use.
 _SATURATED = 0.95
-#: Times that each way is measured, in turn; the median counts.
+#: Number of times that each setup is measured, in turns; the median counts.
 _ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of programs to build and to measure, (n,) each, nothing of the second where a build failed, and of the latter
-    those that the core is free, as something disturbed it; of the driver for each outcome, of the network for each object."""
+    """Seconds to build and to measure each program, (n,), the latter 0 if the build failed; ``waited_s`` is its part that waits
+    out a disturbance with the core free; seconds of the driver for each outcome, and of the network for each object."""
 
     build_s: np.ndarray
     run_s: np.ndarray
@@ -66,15 +66,15 @@ class Times:
 def simulate(
     times: Times, programs: Sequence[int], builders: int, devices: int, cores: int | None = None
 ) -> dict[str, Any]:
-    """Labels a second over the programs with these numbers, and how much of the time each part is busy. With `cores` all
-    is on one machine, where builders rest while devices take their cores."""
+    """Labels a second over the programs with these indices, and the fraction of time that each part is busy. With `cores`, all
+    runs on one machine with so many cores, where builders pause while devices use their cores."""
     size = CpuConfig().batch_size
     most = 4 * size * devices
     waiting, queue, events = deque(programs), deque[int](), list[tuple[float, int, str, Any]]()
     shared = 0 if cores is None else max(0, builders + devices - cores)
-    ends: dict[int, float] = {}  # of the builds that rest while something is measured
+    ends: dict[int, float] = {}  # by builder: when its build ends, later if it pauses for a measurement
     idle_builders, idle_devices, built, labels, now, order = list(range(builders)), devices, 0, 0, 0.0, 0
-    measuring, taken_until = 0, 0.0  # programs that are measured, and when the cores of builders are free again
+    measuring, taken_until = 0, 0.0  # programs being measured, and when the cores of builders are free again
     busy = dict.fromkeys(("builders", "devices", "network", "driver"), 0.0)
     link_free, driver_free, programs_of = [0.0] * devices, 0.0, dict[int, int]()
 
@@ -129,7 +129,7 @@ def simulate(
 
 
 def driver_seconds(outcomes: int = 2000) -> float:
-    """What the driver takes to store an outcome."""
+    """Seconds that the driver takes to store an outcome."""
     with tempfile.TemporaryDirectory() as folder, Dataset.open_or_create(Path(folder) / "d") as dataset:
         dataset.set_device(get_device("this-cpu@1"))
         dataset.add_task(Task("t", "t", "{}", {}, 1.0, 1.0))
@@ -143,7 +143,7 @@ def driver_seconds(outcomes: int = 2000) -> float:
 
 
 def times_of(records: Any, bandwidth_gbit: float, driver_s: float, bytes_: float) -> Times:
-    """Of a dataset's records that say how long they took (DatasetError without any)."""
+    """The times of a dataset's records that have them; DatasetError if none has."""
     metas = [join_meta(row) for row in records[records["build_s"].notna()].to_dict("records")]
     if not metas:
         raise DatasetError("no record says how long it was built")
@@ -151,7 +151,7 @@ def times_of(records: Any, bandwidth_gbit: float, driver_s: float, bytes_: float
 
 
 def times_of_metas(metas: list[dict[str, Any]], driver_s: float, transfer_s: float, around_s: float = 0.0) -> Times:
-    """Of what records say; ``around_s`` are of what is timed around each attempt to measure."""
+    """The times in the ``meta`` of records; ``around_s`` are the seconds of what is timed around each attempt to measure."""
     build, run, waited, attempts = (
         np.array([meta.get(name, 0.0) for meta in metas]) for name in ("build_s", "run_s", "waited_s", "attempts")
     )
@@ -159,8 +159,8 @@ def times_of_metas(metas: list[dict[str, Any]], driver_s: float, transfer_s: flo
 
 
 def measured(count: int, networks: list[str], seed: int, driver_s: float) -> list[dict[str, Any]]:
-    """Labels a second with one and two builders, without Ray and on a Ray cluster of this machine, and as simulated; the median
-    noise of the labels, and CPU seconds of Ray's own processes for each."""
+    """Labels a second with one and two builders, without Ray and on a Ray cluster of this machine, measured and simulated; with
+    the median noise of the labels, and the CPU seconds of Ray's own processes per label."""
     from prediction_speed import draw
 
     jobs: list[BuildJob] = draw(networks, count + 4, seed)
@@ -170,7 +170,7 @@ def measured(count: int, networks: list[str], seed: int, driver_s: float) -> lis
         alone = where == "this machine"
         executor = Executor(core_groups(usable_cores(), 1, 1)) if alone else connect("local", device, 1)
         with Engine(CpuMeasurer(config, device.target, executor, sentinel_job())) as engine:
-            list(engine.run(iter(jobs[:4])))  # processes are up and warm
+            list(engine.run(iter(jobs[:4])))  # starts and warms up the processes
             started, of_ray = time.perf_counter(), of_ray_s()
             outcomes = {o.job.program.hash: o for o in engine.run(iter(jobs[4:]))}
             elapsed_s = time.perf_counter() - started

@@ -1,23 +1,23 @@
-"""Finding a fast schedule on a GPU never measured, from what is known of others: the benchmark hub's kernels.
+"""Finding a fast schedule on a GPU without measurements, from data of other GPUs: the benchmark hub's kernels.
 
     python benchmarks/schedule_transfer.py --data ../shared/data/benchmark_hub.parquet --json schedule_transfer.json
     python benchmarks/schedule_transfer.py --only-gpu rtx-a4000 --candidates 500 --records 600 --epochs 2 --json quick.json
 
-For each GPU in turn a predictor is trained on ``--records`` labels of the other GPUs (as many of every kernel and GPU) and
-ranks all configurations of every kernel on this one. A method is an order in which to measure, or a way to choose the next:
+For each GPU in turn a predictor is trained on ``--records`` labels of the other GPUs (equally many of every kernel and GPU) and
+ranks all configurations of every kernel on this GPU. A method is an order in which to measure, or a way to choose the next:
 
 * ``cdmpp``: the predicted order;
-* ``cdmpp_measured``: the predicted order given what each configuration took on the other GPUs (``predict(measured=...)``);
-  one that failed on one of them comes after those that failed on fewer;
-* ``cdmpp_online``: the same, corrected after every ``--batch`` measurements as ``cdmpp tune`` does;
-* ``nearest``: the order measured on the GPU whose features are nearest of those that ran the kernel, the best configuration
-  there first; what was not measured there (``n_measured_on_nearest`` was) comes last;
+* ``cdmpp_measured``: the predicted order given each configuration's latencies on the other GPUs (``predict(measured=...)``);
+  configurations that failed on more of these GPUs come later;
+* ``cdmpp_online``: the order of ``cdmpp``, corrected after every ``--batch`` measurements as ``cdmpp tune`` does;
+* ``nearest``: the order measured on the GPU with the nearest features among those that ran the kernel, the best configuration
+  first; configurations that were not measured there come last (``n_measured_on_nearest`` were);
 * ``others``: the order of the mean slowdown (against the GPU's best) on all other GPUs: a table, no predictor;
-* ``random``: without knowledge; expectation and median, computed.
+* ``random``: a random order; expectation and median, computed.
 
-``measurements`` counts until a configuration is within 5 % of the best of all; one that fails counts too. Regret is how much
-slower the first one that works is than the best; Spearman compares predicted and measured (of ``nearest``: measured there) over
-those that work. What is imported and trained is kept in ``--work``.
+``measurements`` counts until a configuration is within 5 % of the best of all, failures included. Regret is how much slower the
+first configuration that works is than the best. Spearman compares predictions and measurements (for ``nearest``: measurements
+on both GPUs) of the configurations that work. Imports and trained predictors are kept in ``--work``.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ METHODS = ("cdmpp", "cdmpp_measured", "cdmpp_online", "nearest", "others", "rand
 Latencies = Mapping[str, float]
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-#: Within this of the best counts as found.
+#: The search ends at a configuration that is at most this fraction slower than the best.
 WITHIN = 0.05
 
 
 def nearly_best(latency_s: FloatArray, within: float = WITHIN) -> NDArray[np.bool_]:
-    """Which candidates are at most `within` slower than the best, (n,); latencies are (n,), infinite for a failure."""
+    """Which candidates are at most the fraction `within` slower than the best, (n,); latencies are infinite for failures."""
     if not np.isfinite(latency_s).any():
         raise PredictorError("no candidate has a latency: there is nothing to search for")
     return np.asarray(latency_s <= (1 + within) * np.min(latency_s), dtype=bool)
 
 
 def measurements_in_order(latency_s: FloatArray, order: IntArray, within: float = WITHIN) -> int:
-    """Measurements until one is nearly the best, taking the candidates (n,) in an order (n,) of all of them."""
+    """Number of measurements until a candidate is nearly the best, if all of them are measured in this order, (n,)."""
     return int(np.argmax(nearly_best(latency_s, within)[order])) + 1
 
 
 def regret_in_order(latency_s: FloatArray, order: IntArray) -> float:
-    """How much slower the first candidate of an order is than the best, of those that work: 0.1 is 10 %."""
+    """How much slower the first candidate that works in an order is than the best: 0.1 is 10 %."""
     ranked = latency_s[order]
     return float(ranked[np.isfinite(ranked)][0] / np.min(latency_s) - 1)
 
 
 def measurements_by_chance(latency_s: FloatArray, within: float = WITHIN) -> tuple[float, int]:
-    """Expected and median number of measurements of candidates drawn blindly, none twice.
+    """Expected and median number of measurements until one is nearly the best, if candidates are drawn at random, none twice.
 
     With `good` of `n` candidates nearly the best, the first of them is expected at ``(n + 1) / (good + 1)``; the median is the
-    least number of draws that hit one with a probability of one half (hypergeometric)."""
+    smallest number of draws that hit one with a probability of one half (hypergeometric)."""
     good, n = int(nearly_best(latency_s, within).sum()), len(latency_s)
     miss, draws = 1.0, 0
     while miss > 0.5:
@@ -90,11 +90,11 @@ def measurements_by_chance(latency_s: FloatArray, within: float = WITHIN) -> tup
 
 
 def order_of_others(others_s: Sequence[FloatArray], seed: int = 0) -> IntArray:
-    """Candidates in the order in which other devices measured them, the fastest first, (n,).
+    """Candidates ordered by their latencies on other devices, the fastest first, (n,).
 
-    Latencies are (n,) each: infinite for a failure, NaN where it was not measured. Of several devices the mean over those that
-    measured a candidate of the log of its slowdown against the device's best counts; failures anywhere come after all that
-    never failed, in an order drawn by the seed, with what nobody measured."""
+    Latencies are (n,) per device: infinite for a failure, NaN if not measured. The key is the log of a candidate's slowdown
+    against the device's best, its mean over the devices that measured the candidate. Candidates that failed on any device, or
+    were measured on none, come last, in an order drawn by the seed."""
     slowdowns = []
     for latency_s in others_s:
         works = np.isfinite(latency_s)
@@ -122,16 +122,16 @@ def latencies(view: DatasetView, candidates: int | None, seed: int) -> dict[str,
 
 
 def trained_without(args: argparse.Namespace, config: Config, data: TrainingData, gpu: str) -> Predictor:
-    """A predictor of the sampled records of all other GPUs."""
+    """A predictor trained on the sampled records of all other GPUs."""
     others = subset(data, np.flatnonzero(data.labels["device"] != gpu))
-    # by tasks there would be nothing to validate with: a kernel is one
+    # a kernel is one task: a split by tasks would leave nothing to validate with
     spec = f"within_task:test=0.01;valid=0.1;seed={args.seed}"
     config = config.model_copy(update={"split": config.split.model_copy(update={"spec": spec})})
     return trained_once(config, others, [gpu, args.records, args.seed], args.work)
 
 
 def measurements_online(model: OnlineModel, programs: Encoded, latency_s: FloatArray, batch: int, most: int) -> int:
-    """Measurements until one is nearly the best; the order is corrected after every batch until there are `most`."""
+    """Number of measurements until a candidate is nearly the best; the order is corrected after every batch, up to `most`."""
     good, left, done = nearly_best(latency_s), np.arange(len(programs)), 0
     while True:
         left = left[np.argsort(model.predict("kernel", programs.take(left)), kind="stable")]
@@ -153,7 +153,7 @@ def evaluate_case(
     by_gpu: Mapping[str, Latencies],
     asts: Mapping[str, CompactAST],
 ) -> dict[str, Any]:
-    """All methods on one kernel and one GPU."""
+    """The row of one kernel on one GPU: the scores of all methods."""
     programs = [program for program in sorted(by_gpu[gpu]) if program in asts]
     latency_s = np.array([by_gpu[gpu][program] for program in programs])
     works = np.isfinite(latency_s)
@@ -198,13 +198,13 @@ def evaluate_case(
 
 
 def spearman(a: FloatArray, b: FloatArray) -> float | None:
-    """Rank correlation; None of fewer than three."""
+    """Rank correlation; None for fewer than three values."""
     return float(spearmanr(a, b).statistic) if len(a) > 2 else None
 
 
 def figures(rows: Sequence[Row]) -> list[Figure]:
-    """Over all kernels and GPUs: geometric mean and median of measurements, mean regret of the first-named program and mean
-    Spearman, by method; then the measurements of every case."""
+    """By method, over all kernels and GPUs: geometric mean and median of measurements, mean regret of the first program and
+    mean Spearman; then the measurements of every case."""
     found = []
     for method in METHODS:
         counts = [row["measurements"][method] for row in rows if method in row["measurements"]]

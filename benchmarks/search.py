@@ -1,11 +1,11 @@
-"""What a search costs and what it proposes: ours over decisions against TVM's evolutionary search, with the same predictor.
+"""Cost and proposals of a search: ours over schedule decisions, against TVM's evolutionary search with the same predictor.
 
     python benchmarks/search.py --json benchmarks/results/search.json
     python benchmarks/search.py --quick                    # does it run? figures mean nothing
 
-Nothing is built or measured: what a round proposed counts as measured at its prediction. CPU seconds are the process's own,
-without design spaces. ``cpu`` is ours over TVM's; ``best`` and ``mean of 8`` are ratios of the lowest, and of the geometric
-mean of the 8 lowest, predicted latencies of all rounds, ``first`` of the first round alone, which is half of one (8) for ours.
+Nothing is built or measured: each proposed program counts as measured at its predicted latency. CPU seconds are the process's
+own, without generating design spaces. Ratios are ours over TVM's: ``cpu``; ``best``, the lowest predicted latency of all
+rounds; ``mean of 8``, the geometric mean of the 8 lowest. ``first`` is after the first round, which for ours is a half one (8).
 Tasks are of networks that the predictor never saw, as in `benchmarks/tuning.py`. Means are geometric, the interval over tasks.
 """
 
@@ -30,7 +30,7 @@ RATIOS = ("cpu", "best", "mean of 8", "first: cpu", "first: best", "first: mean 
 
 
 def searched(args: Any, task: Task, predictor: Predictor, seed: int, ours: bool) -> dict[str, Any]:
-    """CPU seconds and predictions of some rounds of a search, after the first and after all of them."""
+    """Run the rounds of a search: its CPU seconds and lowest predictions, after the first round and after all of them."""
     from tvm.s_tir.meta_schedule.database import MemoryDatabase
 
     tuner = TaskTuner(task, device_of_this_machine(DEVICE), seed + 1, args.population, args.generations)
@@ -59,7 +59,7 @@ def searched(args: Any, task: Task, predictor: Predictor, seed: int, ours: bool)
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Ours over TVM's."""
+    """The figure of ratios, ours over TVM's."""
     pairs = list(zip(rows[::2], rows[1::2], strict=True))
     logs = {name: [float(np.log(mine[name] / theirs[name])) for mine, theirs in pairs] for name in RATIOS}
     tasks, values = [mine["task"] for mine, _ in pairs], {name: np.exp(np.mean(log)) for name, log in logs.items()}

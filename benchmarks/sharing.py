@@ -1,4 +1,4 @@
-"""Tuning a whole network with one worker, and sharded over the shares of the machine.
+"""Tuning a whole network with one worker, and sharded over workers that each have a share of the machine.
 
     python benchmarks/sharing.py --out runs/bench-sharing --json sharing.json            # under 20 minutes on two idle cores
     python benchmarks/sharing.py --table --out runs/bench-shares --json shares.json      # tuned at a share, run at another
@@ -12,12 +12,12 @@ The tasks of a network are tuned from nothing, with the same search, seed and nu
 
 ``speedup`` is the wall time of ``one`` over that of ``sharded``, from the start of the workers to the finished database,
 the median over the repetitions (a seed each); ``efficiency`` is speedup / shares. ``over the pipeline`` is the same against
-``pipeline``, which has all cores too. Ways take turns in coming first. What is done is kept in ``--out``; a tuning that was
-interrupted is begun anew. The best program of every task and tuning is measured again at the end, alone, all by one
-procedure; ``final latency`` is sharded over one.
+``pipeline``, which uses all cores too. The ways take turns in running first. Finished tunings are kept in ``--out``; one that
+was interrupted starts anew. The best program of every task and tuning is measured again at the end, alone, all by one
+procedure; ``final latency`` is that of ``sharded`` over that of ``one``.
 
-``--table`` tunes the network at one core, two, and so on in powers of two, and measures what was found at each at all of
-them: a line says how many times as slow it is there as what was tuned for that share.
+``--table`` tunes the network for one core, two, and so on in powers of two, and measures each result on all of these shares.
+A line gives how many times as slow a result is on each share as the one tuned for that share.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WAYS: dict[str, int | str | None] = {"one": 1, "sharded": "auto", "pipeline": No
 
 
 def tuned_once(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], way: str, device: str, seed: int) -> Row:
-    """Tune the network in one way; the row says how long it took and what it found."""
+    """Tune the network in one way; the row has its wall time, costs and results."""
     out = args.out / "runs" / f"{way}-{seed}"
     shutil.rmtree(out, ignore_errors=True)
     started = time.perf_counter()
@@ -66,7 +66,7 @@ def tuned_once(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], wa
 
 
 def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
-    """Speed-ups with the range of the seeds, and the medians of every way."""
+    """Speed-ups with their range over the seeds, and the medians of every way."""
     by_way = {way: sorted((r for r in rows if r["way"] == way), key=lambda r: r["seed"]) for way in WAYS}
     seeds = [row["seed"] for row in by_way["one"]]
 
@@ -90,7 +90,7 @@ def figures(rows: Sequence[Row], shares: int) -> list[Figure]:
 
 
 def table(args: argparse.Namespace, tasks: Sequence[tuple[Task, float]], results: Results) -> list[Figure]:
-    """A line for each share that was tuned at: slow-downs at each share, medians over the seeds."""
+    """A line for each share that was tuned for: the slow-downs on each share, medians over the seeds."""
     base, cores = args.device.partition("@")[0], len(usable_cores())
     devices = [f"{base}@{share}" for share in sorted({min(2**i, cores) for i in range(cores.bit_length() + 1)})]
     final_s: dict[tuple[str, str, int], float] = {}

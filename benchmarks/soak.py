@@ -1,12 +1,12 @@
-"""Does profiling survive what goes wrong in weeks of it? Fake programs on a fake device, everything else real.
+"""Does profiling survive the failures that occur in weeks of it? Fake programs on a fake device; everything else is real.
 
 ``python benchmarks/soak.py --programs 20000 --json benchmarks/results/soak.json`` (some ten minutes).
 
-Engine, worker processes, limits of time, session and dataset are those of ``cdmpp profile``. Of each hundred programs one each
-has its builder killed, has its measuring process killed, hangs in the compiler, hangs when run, crashes the compiler, crashes
-when run, sends what no process of ours sends, gives samples that are no numbers, and sees the clock jump. Twice the disk is
-full for five seconds: SQLite may not grow its file, and the run goes on as with ``--resume``. In the end every program has one
-record, the dataset opens and adds up, and memory, processes and open files are what they were.
+Engine, worker processes, time limits, session and dataset are those of ``cdmpp profile``. Each of these happens to one program
+in a hundred: its builder is killed, its measuring process is killed, it hangs in the compiler or when run, it crashes the
+compiler or when run, it sends a malformed message, its samples are not numbers, or the clock jumps. Twice the disk is full for
+five seconds: SQLite may not grow its file, and the run goes on as with ``--resume``. In the end every program must have one
+record, and the dataset must open without damage. Memory, processes and open files should not have grown.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cdmpp.program.types import Program, Task
 if TYPE_CHECKING:
     from cdmpp.dataset import Dataset
 
-#: What goes wrong with a program -> statuses that its record may have.
+#: Fate of a program (what goes wrong with it) -> statuses that its record may have.
 FATES: dict[str, tuple[str, ...]] = {
     "": ("ok",),
     "builder killed": ("ok",),
@@ -61,12 +61,12 @@ _DEVICE = "this-cpu@1"
 
 
 def fate(program: str) -> str:
-    """The end of a program's name."""
+    """The fate of a program, which is the end of its name."""
     return program.partition(" ")[2]
 
 
 def _first_time(folder: str, program: str) -> bool:
-    """Whether this is the first process that does this to it."""
+    """Whether this is the first call for the program, by any process."""
     try:
         (Path(folder) / program.replace(" ", "-")).touch(exist_ok=False)
     except FileExistsError:
@@ -75,7 +75,7 @@ def _first_time(folder: str, program: str) -> bool:
 
 
 class FakeBuilder:
-    """Compiles nothing, and may end badly."""
+    """Compiles nothing, and fails as the program's fate says."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -93,7 +93,7 @@ class FakeBuilder:
 
 
 def fake_device(connection: Connection, config: CpuConfig, folder: str) -> None:
-    """Measures nothing, and may end badly (runs in its own process)."""
+    """Measures nothing, and fails as the program's fate says (runs in its own process)."""
     machine.die_with_parent()
     for batch in machine.requests(connection):
         for built in batch:
@@ -125,7 +125,7 @@ class FakeExecutor(Executor):
 
 
 class FakeMeasurer(CpuMeasurer):
-    """The real one, of a fake device."""
+    """The real measurer with a fake builder and fake devices."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(CONFIG, {}, FakeExecutor(folder))
@@ -137,7 +137,7 @@ class FakeMeasurer(CpuMeasurer):
 
 
 def programs_of(count: int, rate: float, seed: int) -> list[Program]:
-    """Programs of fifty tasks; each bad fate is that of a part `rate` of them."""
+    """Programs of fifty tasks; each bad fate befalls a fraction `rate` of them."""
     rng, bad = random.Random(seed), list(FATES)[1:]
     found = []
     for i in range(count):
@@ -148,9 +148,9 @@ def programs_of(count: int, rate: float, seed: int) -> list[Program]:
 
 
 def _jobs(programs: Sequence[Program], dataset: Dataset, full_at: list[int]) -> Iterator[BuildJob]:
-    """``full_at``: the disk is full from this job on, once for each entry; what was measured by then is not a job any more."""
+    """Jobs of these programs, which are not measured yet. ``full_at``: the disk is full from this job on, once per entry."""
     for number, program in enumerate(programs):
-        if full_at and number == full_at[-1]:  # SQLite's own limit: what it says is what it says of a full disk
+        if full_at and number == full_at[-1]:  # SQLite's page limit gives the same error as a full disk
             full_at.pop()
             db = dataset._writable()._db
             db.execute(f"PRAGMA max_page_count = {db.execute('PRAGMA page_count').fetchone()[0]}")
@@ -158,8 +158,8 @@ def _jobs(programs: Sequence[Program], dataset: Dataset, full_at: list[int]) -> 
 
 
 def soak(count: int, rate: float, seed: int, folder: Path, full_s: float = 5.0) -> dict[str, Any]:
-    """Profile so many programs; what became of them, and what is wrong with that."""
-    # not above: every process that is started anew imports this file
+    """Profile `count` programs; returns their statuses, and which of them are not as expected."""
+    # not at the top: every new process imports this file
     from cdmpp.dataset import Dataset
     from cdmpp.profiler.session import Session
 
@@ -189,7 +189,7 @@ def soak(count: int, rate: float, seed: int, folder: Path, full_s: float = 5.0) 
                 session.take(engine.run(_jobs(left, dataset, full_at)), {})
             dataset.finalize()
             break
-        except CdmppError as err:  # the disk is full; a user frees some space, and says --resume
+        except CdmppError as err:  # the disk is full; a user would free some space and use --resume
             interruptions.append(str(err))
             time.sleep(full_s)
             dataset.close()
@@ -231,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    __import__("soak").main()  # the name that its processes find it by
+    __import__("soak").main()  # worker processes import the module by this name

@@ -1,17 +1,17 @@
-"""Which of MIOpen's solvers to run a convolution with, on AMD GPUs left out of the training: regret of the first choice.
+"""Choosing one of MIOpen's solvers for a convolution, on AMD GPUs left out of training: regret of the first choice.
 
     python benchmarks/solver_choice.py --data runs/miopen --json solver_choice.json
 
-The dataset is what ``cdmpp import miopen`` makes. In turn every family of nearly equal devices is left out (MI210 and MI250X
-are one, MI50 and MI60 another). Regret is how much longer the solver named first takes than the fastest of those that were
-timed for a problem, of problems with two or more; a problem has one layout. The others know the same:
+The dataset is what ``cdmpp import miopen`` makes. Every family of nearly equal devices is left out in turn (MI210 and MI250X
+are one, MI50 and MI60 another). Regret is how much longer the solver ranked first takes than the fastest of those timed for a
+problem, over problems with two or more timed solvers; a problem has one layout. The baselines use the same data:
 
-- ``most often best``: of problems of its class (data type, direction, layout, window, stride, groups);
-- ``usual time``: the solver whose time over the operator's estimate is least in the median of its class;
-- ``nearest device``: the one that was fastest for this problem on the device left in whose peak and bandwidth are nearest,
-  of problems that were timed there (``n`` says how many).
+- ``most often best``: among problems of the same class (data type, direction, layout, window, stride, groups);
+- ``usual time``: the solver whose median of time over the operator's estimate is lowest in the class;
+- ``nearest device``: the solver that was fastest for this problem on the training device whose peak and bandwidth are nearest;
+  only for problems that were timed there (``n`` is their number).
 
-``all`` weighs devices alike. Intervals are over problems.
+``all`` weights devices equally. Intervals are over problems.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLASS = ["dtype", "backward", "kernel_h", "kernel_w", "stride", "groups", "layo
 
 
 def by_layout(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Problems, each of one layout, and seconds by solver, with a column for each."""
+    """Problems, each with one layout, and their seconds, with a column for each solver."""
     parts = []
     for layout, part in table.groupby(table["kernel"].str.partition(" ")[2]):
         own, seconds, names = solver_times(part, len(part))
@@ -61,7 +61,7 @@ def scores(
     rows: int,
     seed: int,
 ) -> Iterator[Row]:
-    """A row for each device of a family that is left out, and data type."""
+    """A row for each model, and each device and data type of the family that is left out."""
     operators, operators_s, names = times
     left_in = (operators["device"].map(family) != left_out).to_numpy()
     operators, operators_s = operators[left_in].reset_index(drop=True), operators_s[left_in]
@@ -89,7 +89,7 @@ def scores(
             ran = ~np.isnan(took)
             value = np.where(ran, np.nan_to_num(order.to_numpy(), nan=1e6), np.inf)
             asked = (ran.sum(1) > 1) & (nearest.notna().to_numpy() | (name != "nearest device"))
-            # what was best there may not run here: then any other
+            # the best solver there may not run here: then any other is taken
             regret = took[np.arange(len(took)), value.argmin(1)] / np.nanmin(took, axis=1) - 1
             for dtype in sorted(set(part["dtype"])):
                 own = regret[asked & (part["dtype"] == dtype).to_numpy()]

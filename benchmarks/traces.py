@@ -1,9 +1,9 @@
-"""Predictions of traced networks beside what was measured and what others predicted: by node, by family, end to end.
+"""Errors of predictions for traced networks, ours and those of other authors: by node, by family, end to end.
 
 A row is a node, or a whole network, on one device: ``{"measured_s": seconds, "predicted_s": {source: seconds}, ...}``.
-:data:`OURS` is this library's source; the others are those of the graph (``neusight``, ``habitat``, ...). All sources are
-compared on the rows that all of them predict (``n_common``), which leaves out the hard ones, so each is compared with ours on
-the rows that it has, too. APE is ``|predicted / measured - 1|``, a fraction.
+:data:`OURS` names this library as a source; the graph has the others (``neusight``, ``habitat``, ...). All sources are
+compared on the rows that all of them predict (``n_common``). These leave out the hard rows, so each source is also compared
+with ours on the rows that it predicts. APE is ``|predicted / measured - 1|``, a fraction.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from cdmpp.program.graph import NetworkGraph
 
 Row = dict[str, Any]
 
-#: This library's predictions.
+#: Source of this library's predictions.
 OURS = "cdmpp"
-#: The measured times of a network's nodes added up: what a perfect predictor of nodes would say of the network.
+#: Source with the sum of a network's measured node times: what a perfect predictor of nodes would predict for the network.
 IN_TRACE = "in_trace"
 
-#: Families of nodes that NeuSight predicts; ``other`` nodes it takes for moved memory, or for nothing.
+#: Families of nodes that NeuSight predicts; it treats ``other`` nodes as memory transfers, or as nothing.
 FAMILIES: tuple[str, ...] = ("BMM", "Linear", "EW", "LN", "Softmax")
 
-#: Name of a library task -> family of operators; what is not named is element-wise.
+#: Name of a library task -> family of operators; all other tasks are element-wise.
 _TASK_FAMILIES: dict[str, str] = {
     "bmm": "bmm", "linear": "linear", "conv2d": "conv", "softmax": "softmax", "layer_norm": "layer_norm",
 }  # fmt: skip
-#: Faster operators are launch overhead mostly.
+#: Operators that take fewer seconds are mostly launch overhead.
 _LAUNCH_S = 5e-5
 
 
 def node_rows(graph: NetworkGraph, report: LatencyReport) -> list[Row]:
-    """Nodes of a graph that were measured on the report's device and run kernels that we know, one run of each."""
+    """Rows of a graph's nodes that have tasks and were measured on the report's device; seconds are of one run of a node."""
     rows = []
     for node, layer in zip(graph.nodes, report.layers, strict=True):
         measured_s = node.measured_s.get(report.device, 0.0)
@@ -49,7 +49,7 @@ def node_rows(graph: NetworkGraph, report: LatencyReport) -> list[Row]:
 
 
 def network_row(graph: NetworkGraph, report: LatencyReport) -> Row | None:
-    """A whole network on the report's device; None where it was not measured as a whole."""
+    """The row of a whole network on the report's device; None if it was not measured as a whole."""
     measured_s = graph.measured_s.get(report.device)
     if not measured_s:
         return None
@@ -69,16 +69,16 @@ def network_row(graph: NetworkGraph, report: LatencyReport) -> Row | None:
 
 
 def _of_device(predicted_s: Mapping[str, Mapping[str, float]], device: str) -> dict[str, float]:
-    """Source -> seconds on a device; a prediction of nothing is none."""
+    """Source -> seconds on a device, without predictions of zero."""
     return {source: values[device] for source, values in predicted_s.items() if values.get(device, 0.0) > 0}
 
 
 def compare_sources(rows: Sequence[Row]) -> dict[str, Any]:
     """Errors of every source that has a prediction for one of the rows.
 
-    Means and medians are over the ``n_common`` rows that all sources have (None without any; ``bias`` is the mean of
-    ``predicted / measured - 1``). ``ape_mean_own`` is over the ``n_own`` rows that the source and this library have,
-    ``ours_ape_mean_own`` this library's on the same."""
+    Means and medians are over the ``n_common`` rows that all sources predict (None without any; ``bias`` is the mean of
+    ``predicted / measured - 1``). ``ape_mean_own`` is over the ``n_own`` rows that both the source and this library predict,
+    ``ours_ape_mean_own`` is this library's error on the same rows."""
     sources = list(dict.fromkeys(source for row in rows for source in row["predicted_s"]))
     common = [row for row in rows if all(source in row["predicted_s"] for source in sources)]
     found = {}
@@ -105,7 +105,7 @@ def _errors(rows: Iterable[Row], source: str) -> np.ndarray:
 
 
 def compare_nodes(rows: Sequence[Row]) -> dict[str, Any]:
-    """Phase -> :func:`compare_sources` of the nodes of :data:`FAMILIES` together, and of each family (``families``)."""
+    """Phase -> :func:`compare_sources` on the nodes of all :data:`FAMILIES`, and on those of each family (``families``)."""
     found = {}
     for phase in dict.fromkeys(row["phase"] for row in rows):
         own = [row for row in rows if row["phase"] == phase]
@@ -115,7 +115,7 @@ def compare_nodes(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def compare_networks(rows: Sequence[Row]) -> dict[str, Any]:
-    """:func:`compare_sources` of all networks, of those of each mode (``modes``), and the rows themselves."""
+    """:func:`compare_sources` on all networks and on those of each mode (``modes``), and the rows themselves."""
     return {**compare_sources(rows), "modes": _compare_by("mode", rows), "rows": list(rows)}
 
 
@@ -127,8 +127,8 @@ def _compare_by(key: str, rows: Sequence[Row]) -> dict[str, Any]:
 def operator_errors(names: Sequence[str], labels: ArrayLike, predictions: ArrayLike) -> dict[str, Any]:
     """MAPE of library operators measured alone, by the names of their tasks; labels and predictions are seconds, (n,).
 
-    ``n``, ``mape`` and ``median_ape`` of all, of those of 50 us and longer (``above_50us``), and of each family (``families``);
-    None where there are none."""
+    ``n``, ``mape`` and ``median_ape`` of all, of those that take 50 us or longer (``above_50us``), and of each family
+    (``families``); errors are None if there are no operators."""
     label_s = np.asarray(labels, np.float64)
     error = np.abs(np.asarray(predictions, np.float64) / label_s - 1)
     families = np.array([_TASK_FAMILIES.get(name, "elementwise") for name in names])

@@ -3,13 +3,13 @@
     python benchmarks/training_speed.py --data data --json training_speed.json
     python benchmarks/training_speed.py --quick            # does it run? seconds, figures mean nothing
 
-Both train on the same records and split in this process, in turns, each with its own batch size, with a torch thread a core. A
-rate is that of one epoch, validation included; features are encoded before. The released network runs without padding in its
-encoder (see ``CdmppReleased``), as the released code does.
+Both train on the same records and split in this process, in turns, each with its own batch size and one torch thread per core.
+A rate is that of one epoch, including validation; features are encoded before. The released network runs without padding in
+its encoder (see ``CdmppReleased``), as the released code does.
 
-For the error against wall time each trains anew for every budget, with a learning-rate schedule that ends with it: ours for as
-many epochs as its rate says fit, the released network for the budget, or the time ours took if that was longer. The error is
-the validation MAPE of the best epoch; the test part is not used.
+For the error against wall time, each network trains anew for every budget, with a learning-rate schedule that ends with it.
+Ours trains for as many epochs as fit at its rate; the released network for the budget, or for the time that ours took if that
+is longer. The error is the validation MAPE of the best epoch; the test part is not used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ History = list[dict[str, Any]]
 
 
 def fit_ours(config: Config, data: TrainingData, split: Split, epochs: int) -> History:
-    """Train our network for so many epochs."""
+    """Train our network for a number of epochs."""
     train = config.train.model_copy(update={"epochs": epochs, "patience": epochs})
     lines: History = []
     CdmppModel(config.model_copy(update={"train": train}), progress=lines.append).fit(data, split)
@@ -39,7 +39,7 @@ def fit_ours(config: Config, data: TrainingData, split: Split, epochs: int) -> H
 
 
 def fit_released(data: TrainingData, split: Split, seed: int, epochs: int, max_seconds: float | None = None) -> History:
-    """Train CDMPP's network as released for so many epochs or so long."""
+    """Train CDMPP's network as released for `epochs`, or at most `max_seconds`."""
     train = {"epochs": epochs, "patience": epochs, "threads": len(os.sched_getaffinity(0))}
     lines: History = []
     make_model("released", seed, train=train, max_seconds=max_seconds, progress=lines.append).fit(data, split)
@@ -47,7 +47,7 @@ def fit_released(data: TrainingData, split: Split, seed: int, epochs: int, max_s
 
 
 def reached(history: History) -> dict[str, Any]:
-    """Where a training ended, and how it went there: seconds and validation MAPE of every epoch."""
+    """Time, epochs and best validation MAPE of a training, and its curve: seconds and validation MAPE of every epoch."""
     elapsed_s = np.cumsum([line["elapsed_s"] for line in history]).tolist()
     curve = [[s, line["valid_mape"]] for s, line in zip(elapsed_s, history, strict=True)]
     best = min(mape for _, mape in curve)

@@ -1,12 +1,12 @@
-"""Whole networks on one core: tuned with cdmpp's cost model and with TVM's XGBModel, not tuned, and run eagerly by PyTorch.
+"""Whole networks on one core: tuned with cdmpp's cost model and with TVM's XGBModel, untuned, and run eagerly by PyTorch.
 
     python benchmarks/tuned_networks.py --out runs/bench-networks --json benchmarks/results/tuned_networks.json
 
-Networks that the weights that ship have not seen: a transformer and a convolutional network of the zoo, and one of each of
-`eager.py`. Each is tuned from nothing with every cost model and seed, with the same number of trials and builders; XGBModel
-has TVM's evolutionary search. Then all that was found runs in turn, in one process, and PyTorch on the same core after it.
-Ratios of latencies are below 1 where the tuned network is faster; ``time`` is the wall time of tuning, ``predicted`` what the
-weights that ship say of the network with the same schedules, over what was measured.
+The default weights were not trained on these networks: a transformer and a convolutional network of the zoo, and one of each
+from `eager.py`. Each is tuned from nothing with every cost model and seed, with the same number of trials and builders;
+XGBModel uses TVM's evolutionary search. Then all results run in turn in one process, and PyTorch after them on the same core.
+Ratios of latencies are below 1 if the tuned network is faster. ``time`` is the wall time of tuning. ``predicted`` is the
+latency that the default weights predict for the network with the same schedules, over the measured one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS = ("cdmpp", "xgb")
 
 
 def load(name: str) -> tuple[Network, torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """A network for TVM, and its module with inputs for PyTorch."""
+    """A network for TVM, and its PyTorch module with inputs."""
     if name.startswith("own: "):
         module, inputs = own_networks()[name]
         return Network.from_torch(module.eval(), inputs, name.replace(": ", "_")), module.eval(), inputs
@@ -57,7 +57,7 @@ def tuned(args: argparse.Namespace, name: str, model: str, seed: int) -> Row:
 
 
 def measured(name: str, runs: list[Row]) -> Row:
-    """Seconds of the network as it was tuned by each run, untuned and by PyTorch."""
+    """Measure a network as tuned by each run, untuned and by PyTorch; with the latencies predicted for each run's schedules."""
     network, module, inputs = load(name)
     fused, device = import_network(network), device_of_this_machine(DEVICE)
     target = import_tvm().target.Target(dict(device.target))
@@ -81,7 +81,7 @@ def measured(name: str, runs: list[Row]) -> Row:
 
 
 def figures(rows: list[Row]) -> list[Figure]:
-    """Ratios of each network, medians over the seeds."""
+    """The figure of each network with its ratios, medians over the seeds."""
     found = []
     for row in rows:
         if "eager_s" not in row:

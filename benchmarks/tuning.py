@@ -4,22 +4,22 @@
     python benchmarks/tuning.py --runs cdmpp trimmed --out runs/bench-tuning --json trimming.json
     python benchmarks/tuning.py --quick --out /tmp/bench-tuning          # does it run? figures mean nothing
 
-The predictor must have seen none of the networks. Of their tasks, evenly drawn over the range of their work, each is tuned
-alone, from nothing, with every cost model and seed: the same number of trials and profiler. TVM's cost models have TVM's
-evolutionary search, ``cdmpp`` its own; ``evolutionary`` is cdmpp's cost model with TVM's search, and ``trimmed`` is ``cdmpp``
-that drops candidates whose predicted interval lies above the best so far; ``all`` measures all that it compiles, not one of
-four. ``two`` tunes for two cores, ``warm`` too, from what ``cdmpp`` found for one. All is kept in ``--out``. The best program
-of each run (by its own label) is measured again at the end, all by one procedure: alone, with nothing built meanwhile, in
-turn, ``--repeats`` times; the median counts. Of cdmpp over another run:
+The predictor must not have seen the networks. Some of their tasks, spread evenly over the range of their work, are tuned: each
+alone, from nothing, with every cost model and seed, with the same number of trials and profiler. TVM's cost models use TVM's
+evolutionary search, ``cdmpp`` its own; ``evolutionary`` is cdmpp's cost model with TVM's search. ``trimmed`` is ``cdmpp`` that
+drops candidates whose predicted interval lies above the best so far; ``all`` measures every candidate that it compiles, not one
+of four. ``two`` tunes for two cores; so does ``warm``, starting from the results of ``cdmpp`` for one. All is kept in
+``--out``. The best program of each run (by its own label) is measured again at the end, all by one procedure: alone, without
+builds meanwhile, in turn, ``--repeats`` times; the median counts. Ratios are of cdmpp over another run:
 
 * ``trials``: trials until its best label was within 1 % of the other's final one, over the other's trials; twice its trials
   if it never was (``reached`` is the fraction of runs that were). ``time`` is the same in wall seconds.
-* ``final latency``: measured again. Of ``trimmed`` over ``cdmpp`` besides: ``cost`` in CPU seconds of search, building and
-  measuring, and ``equal``, the fraction that is at most 2 % slower. ``stopped`` cuts the trimmed runs' curves where
-  ``--stop-when-gain-per-minute-below`` would, the cost with them in proportion to the wall time. ``on the device`` are the
-  seconds there, and ``at as many`` is the best label over cdmpp's best after as many measurements.
+* ``final latency``: measured again. ``trimmed`` over ``cdmpp`` also has ``cost``, the CPU seconds of search, building and
+  measuring, and ``equal``, the fraction that is at most 2 % slower; ``on the device``, the seconds there; and ``at as many``,
+  the best label over cdmpp's best after as many measurements. ``stopped`` cuts the trimmed runs' curves where
+  ``--stop-when-gain-per-minute-below`` would stop, and reduces the cost in proportion to the wall time.
 
-All are geometric means over tasks and seeds; the spread is that of the seeds' own means, the interval over tasks.
+All are geometric means over tasks and seeds. The spread is that of the means of each seed, the interval is over tasks.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from cdmpp.tuner.tuning import tune_tasks
 NETWORKS = ("densenet121", "gcn", "inception_v3", "vgg16")
 RUNS = ("cdmpp", "xgb", "random", "trimmed", "evolutionary", "all", "two", "warm")
 DEVICE, OTHER = "this-cpu@1", "this-cpu@2"
-#: Labels repeat to about so much.
+#: Fraction by which repeated labels differ, about.
 TOLERANCE = 0.01
-#: A run that never reached a latency counts as so many times its trials and time.
+#: A run that never reaches a latency counts with its trials and time multiplied by this.
 NEVER = 2.0
-#: Final latencies that differ by less are equal.
+#: A final latency that is slower by at most this fraction counts as equal.
 EQUAL = 0.02
 
 
 def held_out_predictor(predictor_name: str, networks: Sequence[str]) -> Predictor:
-    """The predictor, which must not have seen the networks."""
+    """Load a predictor; SystemExit if it was trained on one of the networks."""
     predictor = load_predictor(predictor_name)
     seen = set(networks) & set(predictor.training.get("networks", ()))
     if seen:
@@ -70,13 +70,13 @@ def held_out_predictor(predictor_name: str, networks: Sequence[str]) -> Predicto
 
 
 def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]:
-    """Tasks of the networks that the predictor never saw, evenly over the range of their work.
+    """Tasks of the networks that the predictor never saw, spread evenly over the range of their work.
 
-    In place of a task whose space has fewer programs than there are trials, such as most poolings, the next one is taken.
+    A task whose space has fewer programs than there are trials, such as most poolings, is replaced by the next one.
     """
     known = set(predictor.training.get("tasks", ()))
     unseen = [t for t in extract_tasks(args.networks) if t.hash not in known and t.flops > 0]
-    # what takes some hundred nanoseconds has nothing to tune
+    # in tasks of some hundred nanoseconds there is nothing to tune
     tasks = sorted([t for t in unseen if t.flops >= 1e5] or unseen, key=lambda t: t.flops)
     chosen: dict[int, Task] = {}
     for place in range(args.tasks):
@@ -89,7 +89,7 @@ def held_out_tasks(args: argparse.Namespace, predictor: Predictor) -> list[Task]
 
 
 def enough_programs(task: Task, trials: int) -> bool:
-    """Whether a task's space has so many different programs."""
+    """Whether a task's space has at least as many different programs as there are trials."""
     try:
         tuner = TaskTuner(task, device_of_this_machine(DEVICE), 0)
     except ProgramError:
@@ -98,18 +98,18 @@ def enough_programs(task: Task, trials: int) -> bool:
 
 
 def tune_config(args: argparse.Namespace, trials: int, **options: Any) -> Any:
-    """Settings of a tuning that all benchmarks share."""
+    """The configuration of a tuning, with the settings that the benchmarks share."""
     search = {"population": args.population, "generations": args.generations}
     return TuneConfig(Objective(trials), batch=args.batch, **search, **options)
 
 
 def device_of(run: str) -> str:
-    """The cores that a run tunes for."""
+    """The device (number of cores) that a run tunes for."""
     return OTHER if run in ("two", "warm") else DEVICE
 
 
 def tuned_alone(args: argparse.Namespace, task: Task, run: str, name: str, seed: int, predictor: Predictor) -> Row:
-    """Tune one task; the row says how, what was found, and the best label after each trial."""
+    """Tune one task; the row has its costs and curve, the labels in the order of measurement, and the best one."""
     out = args.out / "runs" / f"{task.hash}-{name}-{seed}"
     trim, model = args.coverage if run == "trimmed" else None, run if run in ("xgb", "random") else "cdmpp"
     search = "metaschedule" if run == "evolutionary" else "cdmpp"
@@ -134,14 +134,14 @@ def tuned_alone(args: argparse.Namespace, task: Task, run: str, name: str, seed:
 
 
 def measured_labels(out: Path) -> list[float | None]:
-    """Labels of a tuning's programs in the order in which they were measured, None for failures."""
+    """Labels of a tuning's programs in the order of measurement, None for failures."""
     frame = Dataset.open(out / "measured").records
     frame = frame[frame["origin"] != "unscheduled"]
     return [float(r.latency_s) if r.status == "ok" else None for r in frame.itertuples()]
 
 
 def best_programs(folder: Path) -> dict[str, Any]:
-    """The fastest program of each task of a tuning as a job, by its own labels; what runs untuned is one of them."""
+    """The fastest program of each task of a tuning, by its own labels, as a job; it may be the untuned program."""
     dataset = Dataset.open(folder / "measured")
     frame = dataset.records
     frame = frame[frame["status"] == "ok"]
@@ -174,7 +174,7 @@ def measure_again(args: argparse.Namespace, device: str, rows: Sequence[Row], re
 
 
 def trials_until(labels_s: Iterable[float | None], latency_s: float) -> int | None:
-    """Trials after which a label was within :data:`TOLERANCE` of a latency."""
+    """Number of trials until a label was within :data:`TOLERANCE` of a latency; None if none was."""
     for number, label_s in enumerate(labels_s, start=1):
         if label_s is not None and label_s <= latency_s * (1 + TOLERANCE):
             return number
@@ -182,7 +182,7 @@ def trials_until(labels_s: Iterable[float | None], latency_s: float) -> int | No
 
 
 def seconds_until(curve: Sequence[dict[str, Any]], latency_s: float) -> float | None:
-    """Wall seconds after which the best was within :data:`TOLERANCE` of a latency, the untuned task left out."""
+    """Wall seconds until the best was within :data:`TOLERANCE` of a latency, not counting the untuned task; None if never."""
     for point in curve:
         if point["measurements"] and point["latency_s"] <= latency_s * (1 + TOLERANCE):
             return float(point["wall_s"])
@@ -203,7 +203,7 @@ def compare(ours: Row, theirs: Row) -> dict[str, float]:
 
 
 def compare_trimmed(plain: Row, trimmed: Row) -> dict[str, float]:
-    """Ratios of cost and latency, and the part of the candidates that was not measured."""
+    """Ratios of cost and latency, trimmed over plain, and the fraction of the candidates that was dropped."""
     latency = trimmed["final_s"] / plain["final_s"]
     as_many = [label_s for label_s in plain["labels_s"][: len(trimmed["labels_s"])] if label_s is not None]
     return {
@@ -217,7 +217,7 @@ def compare_trimmed(plain: Row, trimmed: Row) -> dict[str, float]:
 
 
 def stopped(plain: Row, trimmed: Row, least_gain: float) -> dict[str, float]:
-    """The ratios had the trimmed run ended where another minute is expected to bring less, by the runs' own labels."""
+    """The ratios if the trimmed run had ended where another minute promises less than `least_gain`, by the runs' own labels."""
     points = [Point(**point) for point in trimmed["curve"]]
     gains = [Curve(points[: n + 1]).gain() for n in range(len(points))]
     end = next((n for n, gain in enumerate(gains) if gain is not None and gain < least_gain), -1)
@@ -228,8 +228,8 @@ def stopped(plain: Row, trimmed: Row, least_gain: float) -> dict[str, float]:
 
 
 def geometric_figure(name: str, pairs: Sequence[Row]) -> Figure:
-    """Geometric means of ratios over tasks and seeds, with the spread of the seeds' own and the interval over tasks; plain
-    means of fractions."""
+    """Geometric means of ratios over tasks and seeds, with the spread of the means of each seed and the interval over tasks;
+    arithmetic means of fractions."""
     seed, task = (np.array([pair[key] for pair in pairs]) for key in ("seed", "task"))
     values, spread, interval = {}, {}, {}
     for metric in pairs[0]:
@@ -244,7 +244,7 @@ def geometric_figure(name: str, pairs: Sequence[Row]) -> Figure:
 
 
 def kept(rows: Iterable[Row]) -> list[Row]:
-    """What the result file has of runs; ``--out`` has their labels, curves and costs."""
+    """The entries of runs that the result file keeps; ``--out`` has their labels, curves and costs."""
     left_out = ("labels_s", "curve", "costs", "weights", "folder")
     return [
         {**{k: row["costs"][k] for k in ("wall_s", "cpu_s", "dropped")},
@@ -264,7 +264,7 @@ def main() -> None:
     results = Results(args.out / "results.json", made, {name: getattr(args, name) for name in names})
     predictor = held_out_predictor(args.predictor, args.networks)
     tasks = held_out_tasks(args, predictor)
-    # all runs of a task and a seed follow each other, so that a drift of the machine hits them alike
+    # all runs of a task and a seed follow each other, so that a drift of the machine affects them equally
     rows = {}
     for seed, task, run in itertools.product(args.seeds, tasks, args.runs):
         name = f"trimmed-{args.coverage:g}" if run == "trimmed" else run

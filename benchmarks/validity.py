@@ -4,19 +4,19 @@
     python benchmarks/validity.py --data ... --quick --out /tmp/bench-validity        # does it run? figures mean nothing
 
 The space is Kernel Tuner's 2-D convolution (4096 x 4096, filter 15 x 15), every configuration of which was measured on an RTX
-2080 Ti and on an RTX 3060 laptop: 6,768 configurations, some 22 % of which fail, which costs as much as another measurement.
+2080 Ti and on an RTX 3060 laptop: 6,768 configurations, of which some 22 % fail. A failure costs as much as a measurement.
 
-The search is the tuner's own, with rounds of 16 measurements, at first of random configurations. Its cost model
-(:class:`cdmpp.tuner.cost_model.OnlineModel` beside the analytical estimate, no predictor) learns from every round; an
-evolutionary search over the parameters (population 256, 3 generations) proposes by it; 5 % of the candidates are random.
-Failures are not measured again, but nothing is learned from them (``plain``). With ``initial``, the first 16 are likely valid
-and represent the space (k-means on pooled AST features); with ``skip``, candidates that are likely invalid are skipped
-throughout, and failures of the search itself are learned; ``full`` is both. ``random`` is a search by chance, with the same
-four arms.
+The search is the tuner's own, with rounds of 16 measurements, the first of random configurations. Its cost model
+(:class:`cdmpp.tuner.cost_model.OnlineModel` with the analytical estimate, no predictor) learns from every round and guides an
+evolutionary search over the parameters (population 256, 3 generations); 5 % of the candidates are random. In ``plain``,
+failures are not measured again, but nothing is learned from them. With ``initial``, the first 16 are likely valid and
+represent the space (k-means on pooled AST features). With ``skip``, candidates that are likely invalid are skipped throughout,
+and P(valid) also learns from the search's own failures. ``full`` is both. ``random`` is a random search, with the same four
+arms.
 
-P(valid) is learned from the *other* GPU's failures alone. Ratios are of geometric means over the seeds, and of both GPUs,
-over those of ``plain``; their interval is over resampled seeds. A search that is not there after ``--cap`` measurements
-counts as if it then were (``never``). Every run depends on its seed alone. ``--out`` keeps ASTs and finished runs.
+P(valid) is first learned from the *other* GPU's failures alone. Ratios are of geometric means over seeds and both GPUs, over
+those of ``plain``; their interval is over resampled seeds. A search that has not come within 1 % after ``--cap`` measurements
+counts as if it had then (``never``). Every run depends only on its seed. ``--out`` keeps ASTs and finished runs.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ GPUS = {"RTX_2080_Ti": "rtx-2080-ti", "RTX_3060_laptop": "rtx-3060-laptop"}
 ARMS, SEARCHES = ("plain", "initial", "skip", "full"), ("tuner", "random")
 WITHIN = 1.01
 BATCH, POPULATION, GENERATIONS, MUTATED, RANDOM_SHARE = 16, 256, 3, 0.85, 0.05
-#: Part of a generation that descends from the best configurations measured.
+#: Fraction of the first population that consists of the best configurations measured.
 MEASURED_SHARE = 0.2
-#: Random configurations that the initial ones are chosen from.
+#: Number of random configurations that the initial ones are chosen from.
 SAMPLED = 512
 
 
 @dataclass
 class Space:
-    """All n configurations on one GPU: a program each, of which some are the same."""
+    """All n configurations on one GPU, each with a program; some of the programs are identical."""
 
     device: str
-    #: Number of the value that each configuration has of each parameter, (n, parameters).
+    #: Index of each configuration's value of each parameter, (n, parameters).
     choices: np.ndarray
-    #: Infinite where it failed, (n,).
+    #: Infinite for failures, (n,).
     latency_s: np.ndarray
     asts: list[CompactAST]
 
@@ -75,7 +75,7 @@ class Space:
         self.features = validity.validity_features(self.asts, device)
 
     def mutants(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Each with another value of one parameter, a third of them of two; itself where that is no configuration."""
+        """Each row with one parameter's value drawn anew, for a third also another's; unchanged if that is no configuration."""
         choices = self.choices[rows].copy()
         for share in (1.0, 1 / 3):
             chosen = np.flatnonzero(rng.random(len(rows)) < share)
@@ -112,7 +112,7 @@ def load_spaces(path: Path, out: Path) -> list[Space]:
 
 
 def failures_of(space: Space) -> ValidityModel:
-    """P(valid) from a GPU's failures. No latency goes into it."""
+    """P(valid) learned from a GPU's failures, without its latencies."""
     names = [f"c{i}" for i in range(len(space.asts))]
     table = pd.DataFrame({"program": names, "task": KERNEL, "device": space.device})
     table = table.assign(valid=np.isfinite(space.latency_s))
@@ -120,7 +120,7 @@ def failures_of(space: Space) -> ValidityModel:
 
 
 def initial(space: Space, arm: str, p_valid: np.ndarray, seed: int, rng: np.random.Generator) -> np.ndarray:
-    """The first round of an arm."""
+    """The configurations of an arm's first round."""
     drawn = rng.permutation(len(space.asts))[:SAMPLED]
     if arm in ("plain", "skip"):
         return drawn[:BATCH]
@@ -168,7 +168,7 @@ def propose(
     likely: np.ndarray,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """The next round: the best of the generations by the cost model, and a few at random."""
+    """The next round: the best of all generations by the cost model, and a few at random."""
     n = len(free)
     working = order[np.isfinite(space.latency_s[order])]
     best = working[np.argsort(space.latency_s[working], kind="stable")][: int(MEASURED_SHARE * POPULATION)]
@@ -198,7 +198,7 @@ def propose(
 
 
 def figures(rows: Sequence[common.Row]) -> list[common.Figure]:
-    """Geometric means of each arm over ``plain``, of the GPUs together, and of all arms the measurements over the seeds."""
+    """The ratio of each arm over ``plain``, for both GPUs together; then the measurements of every arm on each GPU."""
     devices = list(dict.fromkeys(row["device"] for row in rows))
     runs = defaultdict[tuple[str, str, str], list[common.Row]](list)
     for row in sorted(rows, key=lambda row: row["seed"]):

@@ -131,7 +131,7 @@ def _parser(verb: str | None = None) -> Parser:
         when, *examples = _doc(run).split("\n")
         epilog = "\n  ".join(["examples:", *filter(None, examples)])
         sub = commands.add_parser(name, description=when, epilog=epilog, formatter_class=_format)
-        general = sub.add_argument_group("of every command")
+        general = sub.add_argument_group("options of every command")
         general.add_argument("--json", metavar="FILE", help="write the same numbers as JSON")
         general.add_argument("--verbose", action="store_true", help="log what happens inside")
         sub.set_defaults(run=run)

@@ -29,17 +29,21 @@ _NOISE = re.compile(r"\(R\)|\(TM\)| CPU\b| \d+-Core| Processor| @ .*")
 
 def _add_devices(sub: ui.Parser) -> None:
     ui.add(sub, "device_files")
-    ui.add(sub, "add", metavar="FILE", help="make the devices of a YAML file known for good")
-    ui.add(sub, "measure", action="store_true", help="micro-benchmarks of this machine (some seconds)")
+    ui.add(sub, "add", metavar="FILE", help="add the devices of a YAML file permanently")
+    ui.add(sub, "measure", action="store_true", help="run micro-benchmarks of this machine (some seconds)")
     ui.add(sub, "out", metavar="FILE", help="with --measure: write the results as a device file")
     ui.add(
-        sub, "measuring_cores", type=int, metavar="N", help="how a node of Ray is started here that measures on N cores"
+        sub,
+        "measuring_cores",
+        type=int,
+        metavar="N",
+        help="print the command that starts a Ray node here, measuring on N cores",
     )
     ui.add(sub, "ray", help="with --measuring-cores: the head to join (default: become one)")
 
 
 def _devices(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """Which devices are known, and what this machine is called.
+    """List the known devices, and the name of this machine.
 
     cdmpp devices
     cdmpp devices --measure --out mine.yaml     what this machine can do, as a device file
@@ -111,7 +115,7 @@ def _measure_rates(out: str | None, table: Any, console: Console, errors: Consol
 
 
 def _networks(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """Which networks come with cdmpp.
+    """List the networks that come with cdmpp.
 
     cdmpp networks
     cdmpp networks --json networks.json
@@ -140,7 +144,7 @@ def _add_dataset(sub: ui.Parser) -> None:
 
 
 def _dataset(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """What a dataset holds: records, failures, tasks, devices, noise.
+    """Show what a dataset holds: records, failures, tasks, devices, noise.
 
     cdmpp dataset runs/mine
     cdmpp dataset data --json data.json     all that ship
@@ -186,10 +190,10 @@ def _dataset(args: ui.Namespace, console: Console, errors: Console) -> Any:
 
 def _add_import(sub: ui.Parser) -> None:
     sources = ("neusight", "benchmark-hub", "neusight-operators", "aiconfigurator", "pipeweave", "miopen")
-    sub.add_argument("source", choices=sources, help="whose files they are")
-    sub.add_argument("files", nargs="+", metavar="FILE", help="parquet or CSV files, told apart by their columns")
+    sub.add_argument("source", choices=sources, help="where the files come from")
+    sub.add_argument("files", nargs="+", metavar="FILE", help="parquet or CSV files, recognised by their columns")
     ui.add(sub, "out", required=True, help="new dataset folder")
-    ui.add(sub, "limit", type=int, help="so many rows of each file, spread evenly")
+    ui.add(sub, "limit", type=int, help="at most N rows of each file, spread evenly")
     ui.add(sub, "device_files")
 
 
@@ -235,7 +239,7 @@ def _add_codegen(sub: ui.Parser) -> None:
     ui.hide(sub, "--workers", dest="builders", type=int, default=1)
     ui.add(sub, "build_timeout_s", default=20.0)
     ui.add(sub, "object_cache", "ray")
-    ui.add(sub, "device", default="", help="also for these CPUs, not measured: to train with data.unmeasured")
+    ui.add(sub, "device", default="", help="also compile for these unmeasured CPUs, to train with data.unmeasured")
 
 
 def _codegen(args: ui.Namespace, console: Console, errors: Console) -> Any:

@@ -92,7 +92,7 @@ def _config(args: Namespace) -> Config:
 
 
 def _train(args: Namespace, console: Console, errors: Console) -> Any:
-    """Make a predictor from datasets.
+    """Train a predictor on datasets.
 
     cdmpp train --data data runs/mine --out runs/predictor
     cdmpp train --data runs/llm --out runs/operators          of operators that libraries ran
@@ -137,22 +137,22 @@ def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _add_finetune(sub: Parser) -> None:
-    add(sub, "predictor", default="default", help="where to start (default: the one that ships)")
+    add(sub, "predictor", default="default", help="predictor to start from (default: the one that ships)")
     add(
         sub,
         "data",
-        help="records of D, and of other devices; or operators that cdmpp measure timed (none: list K of them)",
+        help="records of D and of other devices, or operators timed by cdmpp measure (none: list K operators to time)",
     )
     add(sub, "device", required=True)
-    add(sub, "tasks", metavar="K|FILE", help="how many tasks to choose, or which (default: all of D's)")
-    chosen = "how K tasks are chosen (default: kmeans; of operators variance, what tells most)"
+    add(sub, "tasks", metavar="K|FILE", help="number of tasks to choose, or a file of them (default: all of D's)")
+    chosen = "how K tasks are chosen (default: kmeans; for operators variance, the most informative)"
     add(sub, "select", choices=("kmeans", "random", "variance"), help=chosen)
-    add(sub, "seed", default=0, help="of the choice")
+    add(sub, "seed", default=0, help="seed of the choice")
     add(sub, "out", required=True, help="run folder")
 
 
 def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
-    """Teach a predictor a new device by records of a few tasks; it chooses which.
+    """Adapt a predictor to a new device with records of a few tasks, which it chooses.
 
     cdmpp finetune --data data --device t4 --tasks 20 --out runs/t4    what to profile
     cdmpp finetune --device h200 --tasks 30 --out h200.csv             operators to measure
@@ -241,17 +241,17 @@ def _add_evaluate(sub: Parser) -> None:
     add(sub, "predictor", default="default")
     add(sub, "data", required=True)
     add(sub, "split", help="by_network, by_task:seed=1, ..., or all (default: that of training)")
-    add(sub, "part", choices=("train", "valid", "test"), default="test", help="of the split")
-    compiled = "give it the counted instructions of the programs (cdmpp codegen)"
+    add(sub, "part", choices=("train", "valid", "test"), default="test", help="part of the split")
+    compiled = "use the instruction counts of the compiled programs (cdmpp codegen)"
     add(sub, "compiled", action="store_true", help=compiled)
-    measured = "give it what the same programs took on the other devices of the data"
+    measured = "use the latencies of the same programs on the other devices of the data"
     add(sub, "measured", action="store_true", help=measured)
-    groupings = "of device, network, task, family, origin"
+    groupings = "group errors by any of device, network, task, family, origin"
     add(sub, "by", default="device,network", metavar="G,G", help=groupings)
 
 
 def _evaluate(args: Namespace, console: Console, errors: Console) -> Any:
-    """How far a predictor is from what was measured.
+    """Compare a predictor with measured labels.
 
     cdmpp evaluate --data data/epyc-zen4-1core --by network
     cdmpp evaluate --predictor runs/predictor --data runs/mine --split all --compiled
@@ -276,14 +276,14 @@ def _evaluate(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _add_report(sub: Parser) -> None:
-    sub.add_argument("run_dir", metavar="RUN_DIR", help="what cdmpp train or finetune wrote")
+    sub.add_argument("run_dir", metavar="RUN_DIR", help="folder that cdmpp train, finetune or tune wrote")
     add(sub, "data", help="dataset folders (default: those of the run's configuration)")
-    add(sub, "split", help="as of cdmpp evaluate (default: the run's own)")
+    add(sub, "split", help="as for cdmpp evaluate (default: the run's own)")
     add(sub, "out", required=True, metavar="FILE", help="the HTML file")
 
 
 def _report(args: Namespace, console: Console, errors: Console) -> Any:
-    """Where a trained predictor errs, or what a tuning gave, as one HTML page.
+    """Write one HTML page: where a trained predictor errs, or what a tuning achieved.
 
     cdmpp report runs/predictor --out report.html
     cdmpp report runs/t4 --data runs/t4-records --split all --out t4.html
@@ -304,18 +304,18 @@ def _report(args: Namespace, console: Console, errors: Console) -> Any:
 
 
 def _add_search(sub: Parser) -> None:
-    add(sub, "config", help="what is not searched (default: as of cdmpp train)")
+    add(sub, "config", help="values that are not searched (default: as for cdmpp train)")
     add(sub, "data", help="dataset folders (default: those of the configuration)")
     add(sub, "trials", type=int, required=True)
     add(sub, "out", required=True, help="search folder")
     add(sub, "split", help="in place of the configuration's, such as by_network")
     add(sub, "resume")
     models = ("ours", "xgboost-perstore", "xgboost-ast", "xgboost-ast-codegen", "lstm", "released")
-    add(sub, "model", choices=models, default="ours", help="whose hyper-parameters")
+    add(sub, "model", choices=models, default="ours", help="model whose hyper-parameters are searched")
 
 
 def _search(args: Namespace, console: Console, errors: Console) -> Any:
-    """Find better hyper-parameters before a long training.
+    """Search for hyper-parameters before a long training.
 
     cdmpp search --data data --trials 50 --out runs/search
     cdmpp search --data data --trials 50 --model xgboost-ast --out runs/trees --resume

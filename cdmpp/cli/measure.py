@@ -25,16 +25,16 @@ def _add_profile(sub: ui.Parser) -> None:
     ui.add(sub, "device", default="this-cpu@1")
     ui.add(sub, "out", required=True, help="dataset folder")
     ui.add(sub, "resume")
-    ui.add(sub, "tasks", metavar="FILE", help="these tasks only (JSON with 'tasks', or a hash a line)")
+    ui.add(sub, "tasks", metavar="FILE", help="measure only these tasks (JSON with 'tasks', or one hash per line)")
     ui.add(sub, "programs_of", metavar="DIR", help="measure the programs of this dataset instead")
-    ui.add(sub, "remeasure", action="store_true", help="with --programs-of: also what --out has already")
-    ui.add(sub, "library", action="store_true", help="PyTorch's own kernels, in place of TVM's programs")
-    ui.add(sub, "compile_only", action="store_true", help="compile random programs for D and measure none")
+    ui.add(sub, "remeasure", action="store_true", help="with --programs-of: also measure again what --out has")
+    ui.add(sub, "library", action="store_true", help="measure PyTorch's own kernels in place of TVM's programs")
+    ui.add(sub, "compile_only", action="store_true", help="compile random programs for D without measuring them")
     ui.add_settings(sub, ProfileConfig)
 
 
 def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """Measure programs of networks on a device of this machine, for predictors to learn from.
+    """Measure programs of networks on a device of this machine, as training data.
 
     cdmpp profile mlp resnet18 --out runs/mine          64 programs of each task, on one core
     cdmpp profile zoo --library --out runs/library --resume    PyTorch's own operators
@@ -121,14 +121,14 @@ def _add_bundle(sub: ui.Parser) -> None:
     ui.add(sub, "device", required=True, help="a CUDA device, such as h200")
     ui.add(sub, "out", required=True, metavar="FILE", help="the bundle")
     ui.add(sub, "resume")
-    ui.add(sub, "code", choices=("both", "cubin", "source"), default="both", help="what is kept")
+    ui.add(sub, "code", choices=("both", "cubin", "source"), default="both", help="form of the code in the bundle")
     ui.add(sub, "tasks_of", metavar="DIR", help="a dataset that has the tasks of these networks")
-    ui.add(sub, "mutants_of", metavar="DIR", help="records on D: draw mutants of the fastest programs")
+    ui.add(sub, "mutants_of", metavar="DIR", help="records on D: mutate their fastest programs")
     ui.add_settings(sub, BundleConfig)
 
 
 def _bundle(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """Compile programs here for a GPU that is on another machine, into one file.
+    """Compile programs into one file, for a GPU of another machine.
 
     cdmpp bundle resnet18 bert_tiny --device h200 --out h200.bundle
     cdmpp bundle zoo --device t4 --programs-per-task 4 --out t4.bundle --resume
@@ -151,22 +151,22 @@ def _add_measure(sub: ui.Parser) -> None:
     from cdmpp.profiler.gpu.measure import MeasureConfig
 
     what = (
-        "what cdmpp bundle wrote, or a .csv of operators (cdmpp finetune --tasks K without --data), which PyTorch runs"
+        "a bundle of cdmpp bundle, or a .csv of operators for PyTorch to run (cdmpp finetune --tasks K without --data)"
     )
     sub.add_argument("bundle", metavar="FILE", help=what)
     ui.add(
         sub,
         "device",
-        help="the bundle's device (default), or a share of it, such as h200@0.5; of operators the GPU here",
+        help="the bundle's device (default) or a share of it, such as h200@0.5; for operators the GPU here",
     )
     ui.add(sub, "out", required=True, help="dataset folder")
     ui.add(sub, "resume")
-    ui.add(sub, "cache", choices=("warm", "cold"), default="warm", help="level-2 cache before a sample")
+    ui.add(sub, "cache", choices=("warm", "cold"), default="warm", help="state of the L2 cache before a sample")
     ui.add_settings(sub, MeasureConfig)
 
 
 def _measure(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """Measure such a bundle, or a list of operators, on the GPU of this machine; without TVM.
+    """Measure a bundle, or a list of operators, on this machine's GPU, without TVM.
 
     cdmpp measure h200.bundle --device h200@0.5 --out runs/half --budget 10m
     cdmpp measure operators.csv --out runs/operators                of libraries, by PyTorch

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 def add_options(sub: Parser) -> None:
     """What a serving step is of; shown as a group of its own."""
-    group = sub.add_argument_group("of a language model (config.json or its name) and of lists of operators")
+    group = sub.add_argument_group("language models (config.json or a name) and lists of operators")
     dtype = "data type of weights and products, such as bf16 or fp8 (default: bf16)"
     add(group, "dtype", metavar="T", default=None, type=str, help=dtype)
-    add(group, "kv_dtype", metavar="T", default="bf16", help="of keys and values")
-    add(group, "framework", default="best", metavar="F", help="whose kernels: best, vllm, sglang, trtllm")
-    add(group, "phase", choices=("prefill", "decode"), default="prefill", help="one step of it")
-    add(group, "batch", default=1, help="sequences")
+    add(group, "kv_dtype", metavar="T", default="bf16", help="data type of keys and values")
+    add(group, "framework", default="best", metavar="F", help="serving engine: best of all, vllm, sglang, trtllm")
+    add(group, "phase", choices=("prefill", "decode"), default="prefill", help="kind of step")
+    add(group, "batch", default=1, help="number of sequences")
     add(group, "seq", default=512, metavar="N", help="new tokens of each sequence in a prefill")
-    add(group, "past", default=0, metavar="N", help="tokens that each sequence has before")
-    add(group, "generate", default=0, metavar="N", help="a prefill, and so many tokens after it")
-    add(group, "tp", default=1, metavar="N", help="devices that each layer is split over")
+    add(group, "past", default=0, metavar="N", help="tokens that each sequence has already")
+    add(group, "generate", default=0, metavar="N", help="predict a prefill and N tokens generated after it")
+    add(group, "tp", default=1, metavar="N", help="tensor parallelism: devices that each layer is split over")
     explain = "what bounds each operator, the likely kernel, and the nearest operator that was measured"
     add(group, "explain", action="store_true", help=explain)
-    add(group, "html", metavar="FILE", help="the same as a page with a picture")
+    add(group, "html", metavar="FILE", help="write the result as a page with a picture")
 
 
 def run(args: Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:

@@ -19,15 +19,15 @@ def _add_tune(sub: Parser) -> None:
     sub.add_argument("network", metavar="NETWORK", help=NETWORK)
     share = "a device of this machine with the share to tune for: this-cpu@1, or h200@0.5, half of its SMs"
     add(sub, "device", required=True, help=share)
-    shares = "the same as --device D@S; several, such as 1,2: tune for each, into folders of their own"
+    shares = "the same as --device D@S; several, such as 1,2: tune for each, in separate folders"
     add(sub, "share", metavar="S", help=shares)
-    add(sub, "out", required=True, help="database, measurements, report")
+    add(sub, "out", required=True, help="folder for database, measurements and report")
     add_settings(sub, Objective)
     add(sub, "resume")
-    learned_from = "datasets, tunings or databases to learn from; auto: what earlier tunings left in the cache"
+    learned_from = "datasets, tunings or databases to learn from; auto: the cache of earlier tunings"
     add(sub, "warm_start", nargs="+", default=[], metavar="DIR", help=learned_from)
     hide(sub, "--anchors", nargs="+", default=[])
-    add(sub, "no_trim", action="store_true", help="measure every candidate")
+    add(sub, "no_trim", action="store_true", help="measure every candidate in full")
     predictor = "of cdmpp's cost model (default: the one that ships); 'none' for an analytical estimate"
     add_settings(sub, TuneConfig, predictor=predictor)
 
@@ -43,7 +43,7 @@ def devices_with_shares(device: str, shares: str | None) -> list[str]:
 
 
 def _tune(args: Namespace, console: Console, errors: Console) -> Any:
-    """Find fast schedules of a network's tasks on this machine, by measuring few.
+    """Find fast schedules for a network on this machine, with few measurements.
 
     cdmpp tune mlp --device this-cpu@1 --trials 64 --out runs/tuned
     cdmpp tune resnet18 --device this-cpu@1 --trials 2000 --budget 1h --shards auto --out runs/fast

@@ -27,13 +27,13 @@ def _add_predict(sub: ui.Parser) -> None:
     ui.add(sub, "programs_per_task", default=64)
     compiled = f"{_COMPILE} (default: {_COMPILED} on x86 CPUs, else 0)"
     ui.add(sub, "compile", type=int, default=None, metavar="N", help=compiled)
-    measured = "what PROGRAM.json took on another device, such as rtx-3060=1.3ms; may be repeated"
+    measured = "measured latency of PROGRAM.json on another device, such as rtx-3060=1.3ms; may be repeated"
     ui.add(sub, "measured", action="append", default=[], metavar="D=LATENCY", help=measured)
     ui.add(sub, "seed", default=0)
 
 
 def _predict(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """How long a program takes, or each task of a network, on a device that need not be here.
+    """Predict how long a program or each task of a network takes on a device not at hand.
 
     cdmpp predict mlp --device h200
     cdmpp predict program.json --device epyc-7763@1 --measured this-cpu@1=1.3ms
@@ -120,27 +120,27 @@ def _add_latency(sub: ui.Parser) -> None:
     devices = "device name (see cdmpp devices); several are ranked"
     ui.add(sub, "device", required=True, metavar="D[,D...]", help=devices)
     ui.add(sub, "predictor", default="default")
-    runtime = "what runs a network: PyTorch, eagerly (default), TVM's programs as they are, or the best predicted ones"
+    runtime = "what runs the network: eager PyTorch (default), TVM's unscheduled programs, or the best predicted ones"
     ui.add(sub, "runtime", choices=("torch", "tvm", "tvm-tuned"), default=None, help=runtime)
-    schedule = "a task's program: as it is (default), the best predicted of some, or of this MetaSchedule database"
+    schedule = "program of each task: unscheduled (default), the best predicted, or that of a MetaSchedule database"
     ui.add(sub, "schedule", default="untuned", metavar="untuned|best|DIR", help=schedule)
-    ui.add(sub, "programs_per_task", default=64, help="of --schedule best")
+    ui.add(sub, "programs_per_task", default=64, help="programs of each task, for --schedule best")
     ui.add(sub, "compile", type=int, default=_COMPILED, metavar="N", help=f"for TVM on an x86 CPU {_COMPILE}")
     ui.add(sub, "seed", default=0)
-    ui.add(sub, "streams", default=1, metavar="N", help="kernels at the same time on a GPU, at most")
-    shares = "of one device: predict its shares, and name the smallest that is as fast as all of it within 5 %%"
+    ui.add(sub, "streams", default=1, metavar="N", help="most kernels at the same time on a GPU")
+    shares = "predict the shares of one device, and name the smallest that is as fast as the whole within 5 %%"
     ui.add(sub, "shares", action="store_true", help=shares)
-    launch = "between two launches (default: the device's, if known)"
+    launch = "microseconds between two launches (default: the device's, if known)"
     ui.add(sub, "launch_us", type=float, metavar="F", help=launch)
-    price = "YAML or JSON of device names and prices of an hour: rank by cost, too"
+    price = "YAML or JSON file with the price of an hour of each device: rank by cost, too"
     ui.add(sub, "price", metavar="FILE", help=price)
     ui.add(sub, "data", nargs=None, help="dataset with a trace's tasks (default: the one it lies in)")
-    ui.add(sub, "layers", default=20, metavar="N", help="longest layers shown, 0 for all")
+    ui.add(sub, "layers", default=20, metavar="N", help="number of layers shown, the longest first; 0 for all")
     add_options(sub)
 
 
 def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """How long a whole network takes; or which of several devices is fastest, or cheapest.
+    """Predict the latency of a whole network, and rank devices by it or by cost.
 
     cdmpp latency resnet18@b4 --device h200
     cdmpp latency llama-3.1-8b --device h200,l40s --dtype fp8 --batch 8 --seq 2048 --generate 256
@@ -270,11 +270,11 @@ def _show_devices(console: Console, comparison: Comparison, whole: str | None) -
 
 def _add_demo(sub: ui.Parser) -> None:
     ui.add(sub, "data", default=["data"], help="the data that ship (default: data)")
-    ui.add(sub, "out", default="runs/demo", help="what is measured there already is used again")
+    ui.add(sub, "out", default="runs/demo", help="folder; measurements already there are reused")
 
 
 def _demo(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """Measure a small network here, predict it, learn from it, compare: in minutes.
+    """Measure a small network here, predict it, learn from it and compare, in minutes.
 
     cdmpp demo
     cdmpp demo --out /tmp/demo --json demo.json
