@@ -85,28 +85,28 @@ def run_demo(
     known = {"data": len(tasks & shipped), "weights": len(tasks & set(predictor.training["tasks"]))}
     console.print(
         f"{len(measured)} programs of {len(tasks)} tasks, kept in {out / 'measured'}. Of these tasks, {known['data']} are "
-        f"among the {len(shipped)}\nof the data that ship, {known['weights']} among those that the weights learned. "
-        f"The weights {'learned' if device.name in predictor.devices else 'never saw'} this CPU."
+        f"among the {len(shipped)}\nof the data that ship, {known['weights']} among those that the weights were trained on. "
+        f"Labels of this CPU {'were' if device.name in predictor.devices else 'were not'} in their training."
     )
 
-    console.print("\n[bold]2. Predict[/] what they take, without running them")
+    console.print("\n[bold]2. Predict[/] their latencies without running them")
     scores, learned, scored = _compare(errors, predictor, measured, device, out / "learned")
     ast, compiled, *_ = scores.values()
     console.print(
-        f"Learned from, by cdmpp and by XGBoost: {len(learned)} programs of {learned['task'].nunique()} tasks. "
-        f"Scored: {len(scored)} of the {scored['task'].nunique()} other tasks.\nCompiled: the instructions that the "
-        f"compiler makes of a program are given, too ({compiled['n_compiled']} of {len(scored)})."
+        f"To learn from, for cdmpp and XGBoost: {len(learned)} programs of {learned['task'].nunique()} tasks. "
+        f"Scored: {len(scored)} programs of the {scored['task'].nunique()} other tasks.\nCompiled: the instruction counts of "
+        f"the compiled program are an input, too ({compiled['n_compiled']} of {len(scored)})."
     )
     rows = {name: score["overall"] for name, score in scores.items()}
-    title = "error on the scored programs; pairwise: order of two of a task"
+    title = "error on the scored programs; pairwise: the order of two programs of a task"
     show_scores(console, title, "model", rows, brief=True)
     show_noise(console, ast["overall"])
     covered = [100 * score["overall"]["interval"]["covered"] for score in (ast, compiled)]
     console.print(
-        f"Of the 90 % intervals as it ships, {covered[0]:.0f} % hold what was measured (compiled: {covered[1]:.0f} %)."
+        f"{covered[0]:.0f} % of the labels lie in the 90 % intervals of cdmpp as it ships (compiled: {covered[1]:.0f} %)."
     )
 
-    console.print("\n[bold]3. Predict[/] a scored program (compiled), and the network as it is, unscheduled")
+    console.print("\n[bold]3. Predict[/] a scored program (compiled) and the unscheduled network")
     with errors.status("compiling the program, importing the network again"):
         examples = _examples(predictor, measured, scored, network, device)
     for name, values_s in examples.items():

@@ -58,6 +58,7 @@ def test_imported_tables_are_the_golden_programs(results: dict[str, Any]) -> Non
 
 
 @pytest.mark.check
+@pytest.mark.usefixtures("real_machine")
 def test_json_of_commands_that_measure_and_train_keeps_its_shape(tmp_path: Path) -> None:
     expect_shapes("shapes_slow", commands.slow(tmp_path))
 
