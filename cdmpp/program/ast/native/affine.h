@@ -1,13 +1,12 @@
 // Index expressions as linear forms of the loops around them.
 //
-// A Form is either a constant or a sum of terms, each a loop or an atom with its coefficient; the constant of a form that
-// is not constant is dropped, since footprints and strides do not depend on it. Loops are numbered from the outermost
-// (0, 1, ...) of the leaf's own chain. What is not affine, floordiv and floormod of fused loops above all, becomes an
-// atom, numbered -1, -2, ..., after every simplification that is exact: the splits that MetaSchedule makes of fused loops
-// mostly cancel.
+// A Form is either a constant or a sum of terms. A term is a loop or an atom with its coefficient. A sum has no constant part:
+// footprints and strides do not depend on it, so it is dropped. Loops are numbered 0, 1, ... from the outermost loop of the
+// leaf's own chain. A subexpression that is not affine, mostly a floordiv or floormod of fused loops, becomes an atom, numbered
+// -1, -2, ..., after all exact simplifications: the splits that MetaSchedule makes of fused loops mostly cancel.
 //
-// The order of terms and the numbering of atoms decide which of several simplifications is found first: another order
-// gives other features.
+// If several simplifications are possible, the order of terms and the numbers of atoms decide which is found first, so another
+// order gives other features.
 #pragma once
 
 #include <algorithm>
@@ -43,21 +42,21 @@ inline int64_t times(int64_t a, int64_t b) {
 
 inline int64_t magnitude(int64_t a) { return a < 0 ? minus(0, a) : a; }
 
-/// a // b of TIR and of Python: rounds down.
+/// a // b as in TIR and Python: rounds down.
 inline int64_t floor_div(int64_t a, int64_t b) {
   if (b == -1) return minus(0, a);
   int64_t quotient = a / b;
   return quotient - ((a % b != 0) && ((a < 0) != (b < 0)));
 }
 
-/// a % b of the same: has the sign of b.
+/// a % b as in TIR and Python: the result has the sign of b.
 inline int64_t floor_mod(int64_t a, int64_t b) {
   if (b == -1) return 0;
   int64_t remainder = a % b;
   return remainder != 0 && ((remainder < 0) != (b < 0)) ? remainder + b : remainder;
 }
 
-/// Loops by depth, or slots, as bits.
+/// A set of loops, given by depth, or of slots: bit i is set if i is in the set.
 using Set = uint64_t;
 
 inline Set bit(int64_t i) {
@@ -67,13 +66,13 @@ inline Set bit(int64_t i) {
 
 inline bool has(Set set, int64_t i) { return i >= 0 && i < 64 && (set >> i & 1); }
 
-/// Loop (>= 0) or atom (< 0), or a slot, and its coefficient.
+/// A coefficient and its key: a loop (>= 0) or an atom (< 0), or, in a Tree, a slot.
 struct Term {
   int64_t key;
   int64_t coef;
 };
 
-/// With different keys, in the order in which they occurred first.
+/// Terms with distinct keys, in the order in which the keys first occurred.
 using Terms = std::vector<Term>;
 
 inline const Term* find(const Terms& terms, int64_t key) {
@@ -84,7 +83,7 @@ inline const Term* find(const Terms& terms, int64_t key) {
 
 inline Term* find(Terms& terms, int64_t key) { return const_cast<Term*>(find(std::as_const(terms), key)); }
 
-/// Add `coef` to the term of a key, which is made if there is none.
+/// Add `coef` to the term with the given key; the term is created if it does not exist.
 inline void count(Terms& terms, int64_t key, int64_t coef) {
   if (Term* term = find(terms, key)) {
     term->coef = plus(term->coef, coef);
@@ -93,7 +92,7 @@ inline void count(Terms& terms, int64_t key, int64_t coef) {
   }
 }
 
-/// Whether they have the same terms, in any order.
+/// Whether both have the same terms, in any order.
 inline bool same(const Terms& a, const Terms& b) {
   if (a.size() != b.size()) return false;
   for (const Term& term : a) {
@@ -103,7 +102,7 @@ inline bool same(const Terms& a, const Terms& b) {
   return true;
 }
 
-/// A constant or terms.
+/// Either a constant or a sum of terms.
 struct Form {
   bool constant = true;
   int64_t value = 0;
@@ -143,8 +142,8 @@ inline Form scale(const Form& a, int64_t factor) {
 
 enum Op : uint8_t { kDivide, kRemain, kOpaque };
 
-/// A part of an index that is not affine in the loops: floor(source / factor), source mod factor, or some function of the
-/// loops in `source` (a value read from memory, a product of loops, ...).
+/// A part of an index that is not affine in the loops: floor(source / factor), source mod factor, or an unknown function of
+/// the loops in `source` (a value read from memory, a product of loops, ...).
 struct Atom {
   Op op;
   Terms source;
@@ -159,7 +158,7 @@ class Space {
   explicit Space(std::vector<int64_t> of) : extents(std::move(of)) {}
 
   std::vector<int64_t> extents;
-  std::deque<Atom> atoms;  // whose elements stay where they are
+  std::deque<Atom> atoms;  // a deque, so that its elements never move in memory
 
   const Atom& atom(int64_t key) const { return atoms[static_cast<size_t>(-1 - key)]; }
 
@@ -170,7 +169,7 @@ class Space {
     return loops;
   }
 
-  /// a + b, in which k * (s // k) + s % k becomes s.
+  /// a + b, simplified: k * (s // k) + s % k becomes s.
   Form sum(const Form& a, const Form& b) const {
     Form out = add(a, b);
     return atoms.size() > 1 && !out.constant ? joined(std::move(out)) : out;
@@ -192,7 +191,7 @@ class Space {
     return a.constant ? Form(floor_mod(a.value, b.value)) : split(a.terms, b.value).second;
   }
 
-  /// Some function of loops.
+  /// An unknown function of the given loops.
   Form opaque(Set loops) {
     if (loops == 0) return 0;
     Terms source;
@@ -248,7 +247,7 @@ class Space {
             low.empty() ? remainder : sum(remainder, Form(std::move(low)))};
   }
 
-  /// The form with quotients and remainders put together again.
+  /// The form with each matching quotient and remainder merged: k * (s // k) + s % k becomes s.
   Form joined(Form form) const {
     while (true) {
       auto is_atom = [](const Term& term) { return term.key < 0; };
@@ -264,8 +263,8 @@ class Space {
     }
   }
 
-  /// Span of an atom while only the first k loops of `order` vary, for k = 0 ... len(order); -1 in `order` stands for
-  /// a loop that changes nothing. `known` has the results by atom for this order.
+  /// Span of an atom (largest minus smallest value) while only the first k loops of `order` vary, for k = 0 ... len(order).
+  /// A loop given as -1 in `order` changes nothing. `known` caches the results by atom for this order.
   const std::vector<int64_t>& spans_by_depth(int64_t key, const std::vector<int>& order,
                                              std::unordered_map<int64_t, std::vector<int64_t>>& known) const {
     auto it = known.find(key);
@@ -297,7 +296,7 @@ class Space {
     return known.emplace(key, std::move(out)).first->second;
   }
 
-  /// Change of a form when one loop goes from 0 to 1 while all others stay at 0.
+  /// Change of a form when the given loop goes from 0 to 1 and all others stay at 0.
   int64_t step(const Terms& form, int64_t loop) const {
     int64_t total = 0;
     for (const Term& term : form) {
@@ -345,7 +344,7 @@ class Space {
     return {Form(Terms{{quotient, 1}}), Form(Terms{{remainder, 1}})};
   }
 
-  /// Of an atom, which is made if there is no equal one.
+  /// Number of the atom with these properties; the atom is created if no equal one exists.
   int64_t number(Op op, const Terms& source, int64_t factor, int64_t span) {
     for (size_t i = 0; i < atoms.size(); ++i)
       if (atoms[i].op == op && atoms[i].factor == factor && same(atoms[i].source, source))
@@ -355,7 +354,7 @@ class Space {
     return -static_cast<int64_t>(atoms.size());
   }
 
-  /// A remainder and a quotient among the atoms of a form that can be put together.
+  /// Find a remainder and a quotient among the atoms of a form that can be merged; false if there are none.
   bool pair(const Terms& form, int64_t* remainder, int64_t* quotient) const {
     for (const Term& r : form) {
       if (r.key >= 0 || atom(r.key).op != kRemain) continue;

@@ -1,14 +1,14 @@
 // What one computation does, apart from the loops around it: operations and buffer accesses.
 //
-// The body of a block is analysed in terms of its own iteration variables and of the variables of the program that occur
-// in it, its slots.
+// The body of a block is analysed in terms of its slots: its own iteration variables and the other variables of the program
+// that occur in it.
 #pragma once
 
 #include "affine.h"
 
 namespace cdmpp {
 
-/// In the order of OP_KINDS in schema.py.
+/// Kinds of operations, in the order of OP_KINDS in schema.py.
 enum Operation : int {
   kFAdd, kFMul, kFma, kFDiv, kFMinMax, kExp, kTanh, kErf, kTranscendental, kSqrt, kCastOp, kCompare, kSelectOp,
   kBranch, kIAdd, kIMul, kIDivMod, kCallOp, kOperations,
@@ -16,7 +16,7 @@ enum Operation : int {
 inline constexpr const char* kOperationNames =
     "fadd fmul fma fdiv fminmax exp tanh erf transcendental sqrt cast compare select branch iadd imul idivmod call";
 
-/// What calls count as, by the last part of their name; others as "call".
+/// The operation that a call counts as, by the last part of the callee's name; all others count as "call".
 inline const std::unordered_map<std::string_view, Operation> kCalls = {
     {"exp", kExp}, {"exp2", kExp}, {"exp10", kExp}, {"sigmoid", kExp}, {"tanh", kTanh}, {"erf", kErf}, {"sqrt", kSqrt},
     {"rsqrt", kSqrt}, {"log", kTranscendental}, {"log2", kTranscendental}, {"log10", kTranscendental},
@@ -28,10 +28,10 @@ inline const std::unordered_map<std::string_view, Operation> kCalls = {
     {"bitwise_xor", kIAdd}, {"bitwise_not", kIAdd},
 };
 
-/// Where a buffer lives; everything that is neither global nor shared belongs to one thread.
+/// Memory that holds a buffer. A scope that is neither global nor shared counts as local: it belongs to one thread.
 enum Scope : int { kGlobal, kShared, kLocal };
 
-/// An index expression over slots: a constant, terms, or an operator with operands where it is not affine.
+/// An index expression over slots: a constant, a sum of terms, or, if it is not affine, an operator with its operands.
 struct Tree {
   enum Shape : char { kNumber = 'n', kLinear = 'l', kSum = '+', kProduct = '*', kQuotient = '/', kRemainder = '%', kAny = '?' };
   Shape shape = kNumber;
@@ -65,7 +65,7 @@ inline bool same(const Tree& a, const Tree& b) {
   return true;
 }
 
-/// Slots an index expression depends on.
+/// The slots that an index expression depends on.
 inline Set slots_of(const Tree& tree) {
   Set out = 0;
   for (const Term& term : tree.terms) out |= bit(term.key);
@@ -73,7 +73,7 @@ inline Set slots_of(const Tree& tree) {
   return out;
 }
 
-/// An index expression over slots as a form over loops.
+/// Convert an index expression over slots to a form over loops; `slots` holds the form of each slot.
 inline Form evaluate(const Tree& tree, const std::vector<Form>& slots, Space& space) {
   if (tree.is_number()) return tree.value;
   if (tree.is_linear()) {
@@ -103,12 +103,12 @@ struct BufferInfo {
   Scope scope;
 };
 
-/// All accesses of a computation to one buffer at the same index.
+/// All accesses of one computation to one buffer with the same index.
 struct Access {
   size_t buffer;
   std::vector<Tree> index;
   int64_t loads = 0, stores = 0;
-  /// When it was first loaded and first stored, for the order of the accesses.
+  /// When it was first loaded and first stored (a running number; -1: never). The accesses are sorted by these.
   int first_load = -1, first_store = -1;
 };
 
@@ -116,7 +116,7 @@ struct Body {
   double ops[kOperations] = {};
   std::vector<Access> accesses;
   std::vector<BufferInfo> buffers;
-  std::vector<const Object*> objects;  // of the buffers
+  std::vector<const Object*> objects;  // TVM's objects of `buffers`
   std::vector<const Object*> slot_vars;
   std::vector<int64_t> domain;
   Set branch_slots = 0, store_slots = 0, special_slots = 0;
@@ -129,8 +129,8 @@ struct Body {
   }
 };
 
-/// Operands of an expression that is not handled by its kind; nullptr for one that is no expression. What has no field
-/// for operands (a reference to a function, a region, ...) has none.
+/// Operands of an expression whose kind needs no special treatment; nullptr stands for an operand that is not an expression.
+/// An object without fields for operands (a reference to a function, a region, ...) has none.
 inline std::vector<const Object*> children(const Object* expr) {
   const Nodes& tvm = nodes();
   const Offsets& at = tvm.at;
@@ -162,7 +162,7 @@ class Analyser {
  public:
   explicit Analyser(std::vector<const Object*> slot_vars) { body_.slot_vars = std::move(slot_vars); }
 
-  /// Whether a statement has no loops and no blocks in it.
+  /// Whether a statement contains no loops and no blocks.
   static bool straight(const Object* stmt) {
     const Nodes& tvm = nodes();
     switch (tvm.kind(stmt)) {
@@ -183,7 +183,7 @@ class Analyser {
     }
   }
 
-  /// Add a straight-line statement.
+  /// Add a straight-line statement to the body.
   void add(const Object* stmt) {
     const Offsets& at = tvm_.at;
     switch (tvm_.kind(stmt)) {
@@ -212,11 +212,11 @@ class Analyser {
         if (const Object* otherwise = pointer(stmt, at.if_else)) add(otherwise);
         return;
       }
-      default: return;  // `straight` lets nothing else through
+      default: return;  // `straight` accepts no other kind
     }
   }
 
-  /// What has been added.
+  /// The body that consists of all added statements.
   Body body(std::vector<int64_t> domain, bool is_init) {
     Body& out = body_;
     std::stable_sort(out.accesses.begin(), out.accesses.end(), [](const Access& a, const Access& b) {
@@ -249,7 +249,7 @@ class Analyser {
     value(pointer(stmt, tvm_.at.store_value));
   }
 
-  /// Count the operations and accesses of a value.
+  /// Count the operations and accesses of an expression.
   void value(const Object* expr) {
     if (expr == nullptr) return;
     const Offsets& at = tvm_.at;
@@ -305,7 +305,7 @@ class Analyser {
 
   void call(const Object* expr) {
     const Object* op = pointer(expr, tvm_.at.call_op);
-    std::string_view name;  // of an operator, not of a function of the module
+    std::string_view name;  // stays empty for a function of the module
     if (tvm_.kind(op) == kOp) name = text(any(op, tvm_.at.op_name));
     name = name.substr(name.rfind('.') + 1);
     auto found = kCalls.find(name);
@@ -373,7 +373,7 @@ class Analyser {
     return out;
   }
 
-  /// An index expression over slots.
+  /// Convert a TIR expression to an index expression over slots.
   Tree tree(const Object* expr) {
     if (expr == nullptr) return Tree(Tree::kAny, {});
     const Offsets& at = tvm_.at;
@@ -440,7 +440,7 @@ class Analyser {
   Body body_;
   std::unordered_map<const Object*, const Object*> lets_;
   int touched_ = 0;
-  int special_depth_ = 0;  // of calls whose arguments are walked
+  int special_depth_ = 0;  // number of special calls around the current expression
 };
 
 }  // namespace cdmpp

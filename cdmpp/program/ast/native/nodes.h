@@ -1,7 +1,7 @@
-// TVM's nodes as memory: what kind an object is and where its fields lie, both asked from TVM's own reflection.
+// Reads TVM's nodes directly from memory. TVM's own reflection tells the kind of an object and the offsets of its fields.
 //
-// Only headers of tvm_ffi are needed, so that compiling takes seconds and one library serves all builds of TVM that have
-// these nodes. A type or field that TVM does not have where it is expected is an error; it is never guessed.
+// Only headers of tvm_ffi are needed, so compiling takes seconds and one library works with every build of TVM that has these
+// nodes. If TVM lacks an expected type or field, this is an error; nothing is guessed.
 #pragma once
 
 #include <tvm/ffi/cast.h>
@@ -21,7 +21,7 @@ namespace cdmpp {
 namespace ffi = tvm::ffi;
 using Object = TVMFFIObject;
 
-/// A program that cannot be read, and why.
+/// Thrown for a program that cannot be read; the message says why.
 struct ProgramError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -42,7 +42,7 @@ enum Kind : uint8_t {
   kKinds,
 };
 
-/// Type keys by kind.
+/// TVM's type key of each kind.
 inline constexpr const char* kTypeKeys[kKinds] = {
     "",
     "ir.Var", "ir.TensorLoad", "ir.Call", "ir.IntImm", "ir.FloatImm", "ir.StringImm", "prim.Cast", "prim.Not",
@@ -60,10 +60,10 @@ inline bool is_binary(Kind kind) { return kind >= kAdd && kind <= kBitwiseXor; }
 inline bool is_compare(Kind kind) { return kind >= kEQ && kind <= kGE; }
 inline bool is_division(Kind kind) { return kind >= kDiv && kind <= kFloorMod; }
 
-/// How a field is kept in its object.
+/// How an object stores a field.
 enum Storage : uint8_t { kPointer, kInt32, kDType, kAny };
 
-/// A field of one type; `at` is where its offset is put.
+/// A field of one type; its offset is written to `at`.
 struct FieldSpec {
   Kind kind;
   const char* name;
@@ -71,7 +71,7 @@ struct FieldSpec {
   int64_t* at;
 };
 
-/// Offsets of fields in bytes; those of like name and meaning are told apart by their node.
+/// Offsets of fields in bytes. Where several types have a field of the same name, a prefix names the type.
 struct Offsets {
   int64_t a, b, expr_ty;
   int64_t var_name, load_source, load_indices, call_op, call_args, int_value, cast_value, not_a, bitwise_not_a,
@@ -86,7 +86,7 @@ struct Offsets {
       func_body;
 };
 
-/// A field that refers to another object; nullptr where it is not set.
+/// Value of a field that refers to another object; nullptr if it is not set.
 inline const Object* pointer(const Object* node, int64_t offset) {
   if (node == nullptr) throw ProgramError("a part of the program is missing");
   return *reinterpret_cast<Object* const*>(reinterpret_cast<const char*>(node) + offset);
@@ -130,18 +130,18 @@ class Items {
   size_t size_;
 };
 
-/// Bytes of an element, and whether it is a floating-point number.
+/// Size of an element in bytes, and whether it is a floating-point number.
 struct Element {
   double bytes;
   bool is_float;
 };
 
-/// TVM's types and fields as they are in this process.
+/// The types and fields of the TVM that is loaded in this process.
 class Nodes {
  public:
   Offsets at{};
 
-  /// Ask TVM; throws an ffi::Error if something is not as expected.
+  /// Looks up all types and fields in TVM; throws an ffi::Error if one is not as expected.
   Nodes() {
     std::vector<int32_t> index(kKinds, -1);
     for (int kind = kUnknown + 1; kind < kKinds; ++kind) {
@@ -175,7 +175,7 @@ class Nodes {
     return value.v_int64;
   }
 
-  /// An extent that must be constant; what it is of is for the error.
+  /// Value of an extent that must be constant; `what` and `name` say in the error whose extent it is.
   int64_t constant(const Object* extent, std::string_view what, const TVMFFIAny& name) const {
     if (kind(extent) != kIntImm) symbolic(what, name);
     return int_value(extent);
@@ -193,7 +193,7 @@ class Nodes {
     return {static_cast<double>(dtype->bits * dtype->lanes) / 8, is_float};
   }
 
-  /// The type of a buffer, which must be one with a shape.
+  /// The type of a buffer; throws a ProgramError if it is not a buffer type with a shape.
   const Object* buffer_type(const Object* buffer) const {
     const Object* type = kind(buffer) == kVar ? pointer(buffer, at.expr_ty) : nullptr;
     if (kind(type) != kBufferType) throw ProgramError("the program accesses something that is no buffer with a shape");
@@ -202,12 +202,12 @@ class Nodes {
 
   bool map_empty(const Object* map) const { return map_size_(reference(map)).cast<int64_t>() == 0; }
 
-  /// An integer in a map, or `otherwise`.
+  /// The integer under a key of a map; `otherwise` if the key is missing.
   int64_t map_int(const Object* map, const char* key, int64_t otherwise) const {
     if (!map_count_(reference(map), key).cast<int64_t>()) return otherwise;
     ffi::Any value = map_item_(reference(map), key);
     if (auto number = value.try_cast<int64_t>()) return *number;
-    auto node = value.try_cast<ffi::ObjectRef>();  // the map still holds it
+    auto node = value.try_cast<ffi::ObjectRef>();  // the map keeps the object alive
     auto* object = node ? reinterpret_cast<const Object*>(node->get()) : nullptr;
     if (kind(object) != kIntImm) throw ProgramError(std::string("the annotation ") + key + " is no integer");
     return int_value(object);
@@ -284,7 +284,7 @@ class Nodes {
     return all;
   }
 
-  /// Put the offset of a field into its place; false if it is not there or kept otherwise.
+  /// Write the offset of a field to `field.at`; false if the type has no such field or stores it in another way.
   static bool place(const FieldSpec& field, int32_t type_index) {
     const TVMFFITypeInfo* own = TVMFFIGetTypeInfo(type_index);
     if (own == nullptr) return false;

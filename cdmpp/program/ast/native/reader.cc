@@ -1,4 +1,4 @@
-// What cdmpp/program/ast/__init__.py calls.
+// The functions that cdmpp/program/ast/__init__.py calls.
 #include <alloca.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/function.h>
@@ -7,12 +7,12 @@
 
 namespace cdmpp {
 
-/// Names of operations and of leaf columns, to be compared with those of Python.
+/// Names of the operations and of the leaf columns; Python compares them with its own.
 ffi::String operations() { return kOperationNames; }
 ffi::String leaf_columns() { return kLeafNames; }
 
-/// The columns of PrimFuncs by name. Throws a ValueError for a program that cannot be read; `first` is the number of the
-/// first in its message, -1 for none.
+/// The columns of the given PrimFuncs, by name. Throws a ValueError if a program cannot be read. Its message numbers the
+/// programs from `first`; if `first` is -1, it gives no number.
 ffi::Map<ffi::String, ffi::Tensor> read(const ffi::Array<ffi::ObjectRef>& funcs, int64_t first) {
   Table table;
   for (const ffi::ObjectRef& func : funcs) {
@@ -26,10 +26,10 @@ ffi::Map<ffi::String, ffi::Tensor> read(const ffi::Array<ffi::ObjectRef>& funcs,
   return table.columns();
 }
 
-/// Calls a function with the stack so many bytes lower, and gives the number that it returns.
+/// Calls a function with the stack `bytes` lower, and returns the number that it returns.
 double on_lower_stack(const ffi::Function& run, int64_t bytes) {
   volatile char* room = static_cast<volatile char*>(alloca(bytes));
-  room[0] = 0;  // or the compiler would do without
+  room[0] = 0;  // otherwise the compiler would remove the allocation
   return run().cast<double>();
 }
 

@@ -1,4 +1,4 @@
-// Leaves of many programs as flat arrays.
+// Stores the leaves of many programs in flat arrays.
 #pragma once
 
 #include <tvm/ffi/container/map.h>
@@ -10,14 +10,14 @@
 
 namespace cdmpp {
 
-/// Columns of numbers, each line after line; what they mean is said of the fields of Collected in table.py.
+/// Columns of numbers, each stored line by line. The fields of Collected in table.py document their meaning.
 enum IntColumn : int {
   kAccessLeaf, kAccessBuffer, kRow, kLoopPlace, kNode, kBuffer, kProgram, kLinearCell, kDeltaCell,
   kUseCell, kGatherCell, kOpaqueAccess, kFlatRows, kIntColumns,
 };
 enum RealColumn : int { kLeafColumn, kOpsColumn, kAccessColumn, kRealColumns };
 
-/// Their names, and the numbers in a line of each.
+/// Name of a column, and how many numbers one of its lines has.
 struct ColumnSpec {
   const char* name;
   int64_t width;
@@ -28,12 +28,12 @@ inline constexpr ColumnSpec kIntSpecs[kIntColumns] = {
 };
 inline constexpr ColumnSpec kRealSpecs[kRealColumns] = {{"leaf", 22}, {"ops", kOperations}, {"access", 6}};
 
-/// LEAF_COLUMNS of table.py.
+/// The same names as LEAF_COLUMNS in table.py.
 inline constexpr const char* kLeafNames =
     "program loops itemsize is_float stores is_init is_reduction guarded predicated position nest max_step explicit "
     "domain branch_inner divmod divmod_inner opaque index shared_before shared_after hoisted";
 
-/// Numbers that a tensor owns.
+/// A vector of numbers that becomes the memory of a tensor.
 template <typename T>
 struct Owned {
   std::vector<T> values;
@@ -71,7 +71,7 @@ class Table {
     ++programs_;
   }
 
-  /// The columns by name, (lines, numbers in a line) each, or (lines,) where that is one; the table is empty then.
+  /// The columns by name, each of shape (lines, numbers in a line), or (lines,) if that number is one. Empties the table.
   ffi::Map<ffi::String, ffi::Tensor> columns() {
     ffi::Map<ffi::String, ffi::Tensor> out;
     for (size_t i = 0; i < ints_.size(); ++i)
@@ -82,13 +82,13 @@ class Table {
   }
 
  private:
-  /// The loops of one leaf: depths innermost first, and the place of each loop of the chain in there, or -1.
+  /// The loops of one leaf: `depths`, innermost first; `place`, the index in `depths` of each loop of the chain, or -1.
   struct Order {
     std::vector<int> depths, place;
   };
 
-  /// Divisions and remainders left in the indices of a leaf, those that change in the innermost loop, and indices that
-  /// cannot be analysed.
+  /// Number of divisions and remainders left in the indices of a leaf after simplification (`all`), of those among them that
+  /// change in the innermost loop (`inner`), and of parts of indices that cannot be analysed (`opaque`).
   struct Splits {
     int64_t all = 0, inner = 0, opaque = 0;
   };
@@ -137,7 +137,7 @@ class Table {
 
   Splits accesses(const Program& program, const Leaf& leaf, const Order& order) {
     Space& space = *leaf.space;
-    std::vector<bool> left;  // atoms left in the indices of the leaf
+    std::vector<bool> left;  // by atom: whether it is left in an index of the leaf after simplification
     std::vector<Form> forms;
     for (const Access& access : leaf.body->accesses) {
       const BufferInfo& info = leaf.body->buffers[access.buffer];
@@ -150,7 +150,7 @@ class Table {
         int kind = program.loops[static_cast<size_t>(leaf.chain[static_cast<size_t>(depth)])].kind;
         if (!(program.threads_share[buffer] && kind == kThreadIdx)) depth = -1;
       }
-      // A buffer that TVM will shrink has other strides then: its dimensions stay apart.
+      // If TVM will shrink a buffer, its strides change: its dimensions are not merged into one flat address.
       indices(space, forms, info.shape, fixed, order.place, program.shared_prefix[buffer] > 0, left);
       auto dims = static_cast<int64_t>(std::max<size_t>(1, forms.size()));
       int64_t size = 1;
@@ -177,7 +177,7 @@ class Table {
     return out;
   }
 
-  /// Cells of the rows of one access; `fixed` has the loops in order, with -1 for those that use the storage anew.
+  /// Append the cells of the rows of one access. `fixed`: loops in order, -1 for those that reuse the storage for new data.
   void indices(const Space& space, const std::vector<Form>& forms, const std::vector<int64_t>& shape,
                const std::vector<int>& fixed, const std::vector<int>& place, bool shrinks,
                std::vector<bool>& left) {
@@ -244,7 +244,7 @@ class Table {
     if (is_opaque) append(kOpaqueAccess, {accesses_});
   }
 
-  /// Iterations of the loops that two leaves have in common.
+  /// Product of the extents of the loops that two leaves have in common.
   static int64_t shared(const Program& program, const Leaf& a, const Leaf& b) {
     int64_t total = 1;
     for (size_t i = 0; i < a.chain.size() && i < b.chain.size() && a.chain[i] == b.chain[i]; ++i)

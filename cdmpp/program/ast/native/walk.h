@@ -1,8 +1,8 @@
-// From a PrimFunc to its loops and leaves, and what TVM's lowering will do to the loops.
+// Finds the loops and leaves of a PrimFunc, and what TVM's lowering will do to the loops.
 //
-// What counts as a node of the AST, in pre-order: the root (position 0), every loop that runs more than once, and every
-// computation (leaf). Loops of extent 1 vanish when a program is lowered and are no nodes; sequences and block boundaries
-// carry nothing and are none either. A reduction block whose initialisation has not been decomposed has two leaves, the
+// The nodes of the AST, in pre-order, are the root (position 0), every loop that runs more than once, and every computation
+// (leaf). Loops of extent 1 vanish when a program is lowered, so they are not nodes; sequences and block boundaries carry no
+// information and are not nodes either. A reduction block whose initialisation has not been decomposed has two leaves, the
 // initialisation first.
 #pragma once
 
@@ -13,13 +13,13 @@
 namespace cdmpp {
 
 enum LoopKind : int { kSerial, kParallel, kVectorized, kUnrolled, kBlockIdx, kThreadIdx, kVThread };
-/// TVM's number for a loop bound to a thread axis; the tag then tells which of the last three it is.
+/// TVM's kind number of a loop bound to a thread axis; the axis's tag tells which of the last three LoopKinds it is.
 inline constexpr int kThreadBinding = 4;
-/// Trip count assumed for a `while` loop, which the program does not tell.
+/// Trip count assumed for a `while` loop; the program does not say it.
 inline constexpr int64_t kWhileTrips = 8;
-/// TVM's UnrollLoop nests automatic unrolling at most this deep (its `auto_max_depth`).
+/// TVM's UnrollLoop pass automatically unrolls at most this many nested loops (its `auto_max_depth`).
 inline constexpr int64_t kUnrollMaxDepth = 8;
-/// Virtual threads below this extent are written out one after the other by TVM.
+/// TVM writes out virtual threads one after the other if their extent is below this.
 inline constexpr int64_t kVThreadUnrolledBelow = 16;
 
 /// A loop that runs more than once.
@@ -27,42 +27,42 @@ struct Loop {
   int parent;  // number of the loop around it, -1 at the top
   int64_t extent;
   int kind;
-  int64_t max_step, explicit_unroll;  // pragma_auto_unroll_max_step and pragma_unroll_explicit that hold in it
+  int64_t max_step, explicit_unroll;  // pragma_auto_unroll_max_step and pragma_unroll_explicit in effect here
   bool unrolled = false;              // TVM's unrolling pass will unroll it
-  bool scalarised = false;            // vectorised, but TVM makes it serial again, for a branch depends on it
+  bool scalarised = false;            // vectorised, but TVM makes it serial again because a branch depends on it
 };
 
-/// A computation in its loops.
+/// A computation with the loops around it.
 struct Leaf {
   std::shared_ptr<const Body> body;
   std::vector<int> chain;        // numbers of the loops around it, outermost first
-  std::vector<int> kept;         // depths of those that repeat it; for an initialisation, those its output depends on
+  std::vector<int> kept;         // depths of the loops that repeat it; for an initialisation, of those its output depends on
   std::shared_ptr<Space> space;  // the loops of `chain` and the atoms of its indices
-  std::vector<Form> slots;       // the slots of `body` over `chain`
+  std::vector<Form> slots;       // value of each slot of `body` as a form over `chain`
   std::vector<int> buffers;      // program-wide number of each buffer of `body`
-  int64_t position;              // in the pre-order of the AST
-  Set reduction;                 // depths that its reduction runs over
-  Set branch;                    // depths that its branches and predicate depend on
-  Set special;                   // depths that the arguments of its exponentials, roots and the like depend on
+  int64_t position;              // position in the pre-order of the AST
+  Set reduction;                 // depths of the loops that its reduction runs over
+  Set branch;                    // depths of the loops that its branches and predicate depend on
+  Set special;                   // the same, for the arguments of its exponentials, roots and similar functions
   bool predicated;               // it runs under a condition
   bool is_init, guarded;         // it initialises a reduction; its reduction is initialised under a guard in the same loops
-  int64_t nest;                  // which of the top-level loop nests it belongs to
+  int64_t nest;                  // number of the top-level loop nest that it belongs to
 };
 
-/// Loops and leaves of one program, and of each of its buffers:
+/// Loops and leaves of one program. The three last fields have one element for each of its buffers.
 struct Program {
   std::vector<Loop> loops;
   std::vector<Leaf> leaves;
   int64_t n_nodes = 0;
-  /// outer loops that all its accesses have in common, -1 for parameters;
+  /// Number of outer loops that all accesses to the buffer have in common; -1 for parameters.
   std::vector<int64_t> shared_prefix;
-  /// outer loops that have it allocated inside, so that every iteration of them uses the same storage anew;
+  /// Number of outer loops inside which it is allocated, so that each of their iterations reuses the same storage for new data.
   std::vector<int64_t> renewed;
-  /// whether the threads among these loops share one allocation.
+  /// Whether the thread loops among these share one allocation.
   std::vector<bool> threads_share;
 };
 
-/// Walks one program.
+/// Walks through one program.
 class Walk {
  public:
   Program run(const Object* func) {
@@ -75,7 +75,7 @@ class Walk {
   }
 
  private:
-  /// What a variable stands for: a loop by depth, zero, or an expression.
+  /// What a variable stands for: a loop, given by depth; an expression; or, if neither is set, zero.
   struct Bound {
     int depth = -1;
     const Object* expr = nullptr;
@@ -86,7 +86,7 @@ class Walk {
     int64_t low, high;
   };
 
-  // Expressions over loops; variables that are in no loop count as constants
+  // Expressions over loops; variables that do not depend on a loop count as constants
 
   Form read(const Object* expr, Space& space) {
     if (expr == nullptr) return 0;
@@ -102,7 +102,7 @@ class Walk {
     return space.joined(Form(std::move(out)));
   }
 
-  /// Add `factor` times an expression to `out` and return its constant part.
+  /// Add the terms of `factor` times an expression to `out`, and return the constant part.
   int64_t gather(const Object* expr, int64_t factor, Terms& out, Space& space) {
     const Offsets& at = tvm_.at;
     int64_t constant = 0;
@@ -271,7 +271,7 @@ class Walk {
           const Object* thread = pointer(stmt, at.for_thread);
           std::string tag(text(any(thread, at.iter_tag)));
           kind = starts_with(tag, "block") ? kBlockIdx : starts_with(tag, "v") ? kVThread : kThreadIdx;
-          // The same thread axis again: the same threads, no further loop.
+          // A thread axis that is bound already: it means the same threads, so it is not another loop.
           auto known = axes_.find(tag);
           if (known != axes_.end()) {
             depth = known->second;
@@ -300,7 +300,7 @@ class Walk {
     ++position_;
     if (chain_.empty()) ++nest_;
     if (extent < 1) throw ProgramError("the program has a loop of extent " + std::to_string(extent));
-    bit(static_cast<int64_t>(chain_.size()));  // more loops than a set can hold are refused
+    bit(static_cast<int64_t>(chain_.size()));  // throws if there are more loops than a Set can hold
     int parent = chain_.empty() ? -1 : chain_.back();
     chain_.push_back(static_cast<int>(out_.loops.size()));
     out_.loops.push_back({parent, extent, kind, max_step_, explicit_unroll_});
@@ -419,8 +419,8 @@ class Walk {
 
   void allocate(const Object* buffer) { allocated_.push_back(number(buffer)); }
 
-  /// As TVM's UnrollLoop pass will decide (src/s_tir/transform/unroll_loop.cc): a serial loop is unrolled if all loops in
-  /// it are, and its body then has at most `max_step` stores. Counts stop at a bound that no `max_step` reaches.
+  /// Decide like TVM's UnrollLoop pass (src/s_tir/transform/unroll_loop.cc): a serial loop is unrolled if all loops in it
+  /// are, and the unrolled loop has at most `max_step` stores. Counts saturate at a bound that no `max_step` reaches.
   void mark_unrolled() {
     constexpr int64_t bound = int64_t{1} << 62;
     auto product = [](int64_t a, int64_t b) { return b != 0 && a > bound / b ? bound : a * b; };
@@ -436,7 +436,7 @@ class Walk {
       Loop& loop = all[i];
       int64_t count = stores[i], deep = deepest[i], other = normal[i];
       if ((loop.kind == kVectorized && !loop.scalarised) || loop.kind == kBlockIdx || loop.kind == kThreadIdx) {
-        // stays as it is
+        // not unrolled, and does not prevent unrolling around it
       } else if (loop.kind == kVThread) {
         if (loop.extent < kVThreadUnrolledBelow) count = product(count, loop.extent);
       } else if (loop.kind == kUnrolled ||
@@ -456,7 +456,7 @@ class Walk {
     }
   }
 
-  /// What the program says of each buffer.
+  /// Fill in the fields of Program that describe buffers.
   void storage() {
     size_t n = buffers_.size();
     out_.shared_prefix.assign(n, -1);
@@ -489,7 +489,7 @@ class Walk {
       int64_t renewed = static_cast<int64_t>(chain.size());
       out_.shared_prefix[number] = renewed;
       if (scopes[number] == kGlobal && axes_seen_) {
-        // What is in global memory belongs to all threads of a kernel.
+        // A buffer in global memory belongs to all threads of a kernel.
         auto bound = [&](int loop) { return out_.loops[static_cast<size_t>(loop)].kind >= kBlockIdx; };
         renewed = std::find_if(chain.begin(), chain.end(), bound) - chain.begin();
       }
