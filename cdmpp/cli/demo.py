@@ -85,7 +85,7 @@ def run_demo(
     known = {"data": len(tasks & shipped), "weights": len(tasks & set(predictor.training["tasks"]))}
     console.print(
         f"{len(measured)} programs of {len(tasks)} tasks, kept in {out / 'measured'}. Of these tasks, {known['data']} are "
-        f"among the {len(shipped)}\nof the data that ship, {known['weights']} among those that the weights were trained on. "
+        f"among the {len(shipped)}\nof the data that ship, {known['weights']} among those that the weights were trained on.\n"
         f"Labels of this CPU {'were' if device.name in predictor.devices else 'were not'} in their training."
     )
 
@@ -93,8 +93,8 @@ def run_demo(
     scores, learned, scored = _compare(errors, predictor, measured, device, out / "learned")
     ast, compiled, *_ = scores.values()
     console.print(
-        f"To learn from, for cdmpp and XGBoost: {len(learned)} programs of {learned['task'].nunique()} tasks. "
-        f"Scored: {len(scored)} programs of the {scored['task'].nunique()} other tasks.\nCompiled: the instruction counts of "
+        f"Training (cdmpp and XGBoost): {len(learned)} programs of {learned['task'].nunique()} tasks. "
+        f"Scored: {len(scored)} programs of {scored['task'].nunique()} others.\nCompiled: the instruction counts of "
         f"the compiled program are an input, too ({compiled['n_compiled']} of {len(scored)})."
     )
     rows = {name: score["overall"] for name, score in scores.items()}
