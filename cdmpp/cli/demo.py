@@ -98,12 +98,13 @@ def run_demo(
         f"the compiled program are an input, too ({compiled['n_compiled']} of {len(scored)})."
     )
     rows = {name: score["overall"] for name, score in scores.items()}
-    title = "error on the scored programs; pairwise: the order of two programs of a task"
+    title = "error on the scored programs; pairwise: order of two programs"
     show_scores(console, title, "model", rows, brief=True)
     show_noise(console, ast["overall"])
     covered = [100 * score["overall"]["interval"]["covered"] for score in (ast, compiled)]
     console.print(
-        f"{covered[0]:.0f} % of the labels lie in the 90 % intervals of cdmpp as it ships (compiled: {covered[1]:.0f} %)."
+        f"{covered[0]:.0f} % of the labels lie in the 90 % intervals of cdmpp as it ships (compiled: {covered[1]:.0f} %).\n"
+        f"Neighbours on this core slowed {int(scored['disturbed'].sum())} of the {len(scored)} scored labels down."
     )
 
     console.print("\n[bold]3. Predict[/] a scored program (compiled) and the unscheduled network")
