@@ -107,6 +107,10 @@ class Device:
         measured_ghz = self.measured.get("clock_ghz")
         return 1e3 * measured_ghz if measured_ghz else self.boost_mhz or self.clock_mhz
 
+    def power_for(self, gflops: float | None) -> float | None:
+        """Power limit in W over a rate in GFLOP/s and the feature size of the process in nm; None if one is unknown."""
+        return self.tdp_w / (gflops * self.process_nm) if gflops and self.tdp_w and self.process_nm else None
+
     def used(self, share: float | None = None, isa: str = "", cores_here: int | None = None) -> Device:
         """A share of this whole device, its code optionally restricted to an instruction set. ``share``: cores of a CPU (a
         whole number), fraction of a GPU (0 < share <= 1); None for all. ``cores_here``: cores of this machine, if this is its

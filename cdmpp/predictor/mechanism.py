@@ -122,13 +122,12 @@ def without_unit(device: Device, dtype: str) -> str:
     return "" if used in own else f"{device.name} has no unit for {dtype}: {used or 'an assumed rate'} is used instead"
 
 
-def _cool(device: Device, dtype: str) -> float:
+def _cool(device: Device, rate: float, used: str) -> float:
     """How many times as much of their peak as usual the matrix units of a GPU with ample power for them sustain, 1 or more."""
-    rate, used = pipe(device, dtype)
-    if device.kind != "gpu" or not used.endswith("_matrix") or not device.tdp_w or not device.process_nm:
+    if device.kind != "gpu" or not used.endswith("_matrix"):
         return 1.0
-    bits = int("".join(filter(str.isdigit, used)))
-    return float(np.clip((device.tdp_w / (_MATRIX_W * rate * bits * device.process_nm)) ** _COOL, 1.0, _COOLEST))
+    power = device.power_for(rate * int("".join(filter(str.isdigit, used))))
+    return 1.0 if power is None else float(np.clip((power / _MATRIX_W) ** _COOL, 1.0, _COOLEST))
 
 
 def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
@@ -248,9 +247,11 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     # attention in fp8 is no faster than in 16 bits: with heads of 128 a B200 reaches 0.59 and 0.58 of the peak in 16 bits
     narrow = (op == "attention") & (element < 2)
     arithmetic = table["dtype"].mask(narrow, "bfloat16")
-    of_type = {dtype: 1e9 * pipe(device, dtype)[0] * _cool(device, dtype) for dtype in {*table["dtype"], *arithmetic}}
-    peak = arithmetic.map(of_type).to_numpy(dtype=np.float64)
-    has_unit = arithmetic.map({dtype: "_matrix" in pipe(device, dtype)[1] for dtype in of_type}).to_numpy(np.float64)
+    pipes = {dtype: pipe(device, dtype) for dtype in arithmetic.unique()}
+    peak = arithmetic.map({dtype: 1e9 * own[0] * _cool(device, *own) for dtype, own in pipes.items()}).to_numpy(
+        np.float64
+    )
+    has_unit = arithmetic.map({dtype: "_matrix" in used for dtype, (_, used) in pipes.items()}).to_numpy(np.float64)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH[device.kind])
     special_rate = _SPECIAL_PER_CYCLE.get(device.mcpu, _SPECIAL_OF_OTHERS) if device.kind == "gpu" else lanes / 8
     collective = np.isin(op, COLLECTIVES)

@@ -199,10 +199,8 @@ def power_headroom(device: Device) -> float | None:
     """Power limit over the power that all lanes need at their peak clock, None where unknown; below 1 the clock falls under
     load. The energy of an operation is assumed to be proportional to the feature size of the process, with the ratio of a
     device that sustains its peak."""
-    peak = device.peak_gflops.get("float32")
-    if not peak or not device.tdp_w or not device.process_nm:
-        return None
-    return device.tdp_w / (peak * device.process_nm) / _SUSTAINED_W
+    power = device.power_for(device.peak_gflops.get("float32"))
+    return None if power is None else power / _SUSTAINED_W
 
 
 def estimate_s(asts: Sequence[CompactAST], device: Device, view: ProgramView | None = None) -> FloatArray:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cdmpp.dataset import DatasetView, Split
 from cdmpp.dataset.split import architecture
-from cdmpp.errors import PredictorError, SplitError
+from cdmpp.errors import PredictorError, SplitError, raised_as
 from cdmpp.files import seconds_text
 from cdmpp.predictor import Config, Predictor, TrainingData, gather, load_config
 from cdmpp.predictor.evaluation import evaluate_rows, rows_to_score
@@ -214,11 +214,9 @@ def _history(run: Path) -> list[dict[str, Any]]:
     path = run / "history.jsonl"
     if not path.exists():
         return []
-    try:
+    with raised_as(PredictorError, f"{path}: expected one JSON object a line", TypeError):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
         return [line for line in lines if {"epoch", "train_loss", "valid_mape", "elapsed_s"} <= set(line)]
-    except (ValueError, TypeError) as err:
-        raise PredictorError(f"{path}: expected one JSON object a line: {err}") from err
 
 
 def _sources(view: DatasetView | None) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ def test_every_model_is_scored_on_every_scored_program_and_shown(first: Demo) ->
         overall = score["overall"]
         (row,) = [line for line in lines if line.startswith(f"│ {name} ")]
         assert f"{100 * overall['mape']:.1f} %" in row and f" {n} " in row and overall["n"] == n > 2
-    assert f"MAPE of {100 * overall['noise_floor_mape']:.1f} %" in first.text
+    assert f"MAPE of {100 * overall['noise_floor_mape']:.1f} %" in first.text and f"slowed 0 of the {n}" in first.text
     report = (first.out / "report.html").read_text()
     assert f"{100 * first.result['models']['cdmpp after learning']['overall']['mape']:.1f} %" in report
 

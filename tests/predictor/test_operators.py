@@ -91,7 +91,7 @@ def test_weights_take_turns_in_the_cache_and_labels_of_weights_that_stayed_there
     assert len(training_table(every)) == 4 and training_table(kept)["n"].tolist() == [2048, 2048]
 
 
-def test_winograd_changes_what_is_reached_and_a_missing_unit_is_said_and_replaced() -> None:
+def test_winograd_and_power_change_what_is_reached_and_a_missing_unit_is_said_and_replaced() -> None:
     mi50, three = get_device("mi50"), convolutions("", [3])
     assert mechanism(three.assign(stride=4), mi50).matrix_s == pytest.approx(1.6 * mechanism(three, mi50).matrix_s)
     bf16, fp32 = (mechanism(three.assign(dtype=t, backward=2), mi50).matrix_s for t in ("bfloat16", "float32"))
@@ -102,6 +102,8 @@ def test_winograd_changes_what_is_reached_and_a_missing_unit_is_said_and_replace
     assert pipe(get_device("vega-64"), "float16") == (get_device("vega-64").peak_gflops["float32"], "float32")
     assert pipe(get_device("mi50"), "float16")[1] == "float16"  # it has a dot instruction
     assert pipe(get_device("mi50"), "bfloat16")[0] < get_device("mi50").peak_gflops["float32"]
+    hot, cool = (mechanism(gemms([(8192,) * 3]), replace(get_device("h20"), tdp_w=w)).matrix_s for w in (100, 400))
+    assert hot / cool == pytest.approx(1.27, abs=0.005)  # (400 W / 1.9e-5 W / 148,000 GFLOP/s / 16 bits / 4 nm) ** 0.3
 
 
 def labels(factors: dict[str, float], n: int = 60) -> pd.DataFrame:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cdmpp.dataset import DatasetView, Split
-from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
+from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError, raised_as
 from cdmpp.files import replacing
 from cdmpp.predictor.baselines.models import LatencyModel
 from cdmpp.predictor.data import TrainingData, collect_derived
@@ -81,10 +81,8 @@ def save_per_store(path: str | Path, features: Mapping[str, NDArray[np.float32]]
 def load_per_store(path: str | Path) -> dict[str, NDArray[np.float32]]:
     """Read a file of :func:`save_per_store`. Raises FeatureMismatchError if it has another feature set, DatasetError if it is
     missing or damaged."""
-    try:
+    with raised_as(DatasetError, f"{path}: cannot read per-store features", pa.ArrowException):
         table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as err:
-        raise DatasetError(f"{path}: cannot read per-store features: {err}") from err
     found = (table.schema.metadata or {}).get(b"feature_set", b"none").decode()
     if found != PER_STORE_SET:
         raise FeatureMismatchError(f"{path}: per-store features '{found}', expected '{PER_STORE_SET}'")
