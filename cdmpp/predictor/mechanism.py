@@ -85,8 +85,9 @@ _WARP_ROW, _NORM_THREADS, _ROWS_KEPT = 1024, 128, 0.4
 _WINOGRAD = 1.6
 #: Seconds for adding up the parts of a split reduction.
 _SPLIT_S = 1e-6
-#: GB/s: PCIe 4.0 with 16 lanes has 64 in both directions together; without peer access each copy crosses it twice.
-_DEFAULT_LINK = 32.0
+#: GB/s: PCIe 4.0 with 16 lanes has 64 in both directions together; without peer access each copy crosses it twice. PCIe 5.0's
+#: 128 is the fastest that is not NVLink. Switches of NVLink add up what ranks send if their GPUs are of these architectures.
+_DEFAULT_LINK, _PCIE_LINK, _SWITCH_ADDS = 32.0, 128.0, ("sm_90", "sm_100", "sm_103")
 _MOST_ROUNDS = 6
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH, _DEFAULT_PEAK = 1500.0, {"gpu": 300.0, "cpu": 30.0}, 10_000.0
 
@@ -167,7 +168,8 @@ def products(table: pd.DataFrame) -> tuple[FloatArray, FloatArray, FloatArray, F
 class Constants:
     """What libraries reach, the same on all devices: the fractions reached of the peak, of memory bandwidth and of last-level
     cache bandwidth; the fraction of this cache that keeps operands from one run to the next, and how sharp this limit is; the
-    norm by which times overlap (1: none do); and overhead cycles of a kernel, and of each of its blocks on a core.
+    norm by which times overlap (1: none do; less: they wait for each other, as the parts of an all-reduce do); and overhead
+    cycles of a kernel, and of each of its blocks on a core.
 
     The defaults are fitted to products in bfloat16 on an A100, L40S and B200 together."""
 
@@ -290,9 +292,11 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         "memory": (moved + again * far) / bandwidth,
         "cache": moved / cache_rate,
     }
-    # a ring sends and receives each part twice (Thakur et al. 2005), one transfer sends it once
-    ranks = np.maximum(size["num_workers"], 2.0)
-    rounds = np.where(op == "all_reduce", 2 * (ranks - 1) / ranks, 1.0)
+    # a ring sends and receives each part twice (Thakur et al. 2005), one transfer sends it once; a switch that adds returns a
+    # sum for each part (Klenk et al., ISCA 2020; NCCL's NVLS, for more than two ranks)
+    ranks, reduces = np.maximum(size["num_workers"], 2.0), op == "all_reduce"
+    adds = (device.link_gb_s or 0.0) > _PCIE_LINK and device.mcpu in _SWITCH_ADDS
+    rounds = np.select([~reduces, adds & (ranks > 2)], [1.0, 1 + 1 / ranks], 2 * (ranks - 1) / ranks)
     sent = size["bytes"] * rounds / (1e9 * (device.link_gb_s or _DEFAULT_LINK) / 2)
     seconds["memory"] = np.where(collective, sent, seconds["memory"])
     seconds["cache"] = np.where(collective, sent, seconds["cache"])
@@ -343,7 +347,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     return Mechanism(
         **{f"{name}_s": value for name, value in seconds.items()},
         again_s=again * ~far / cache_rate,
-        turn=(moved + others) / cache,
+        turn=np.where(reduces, np.inf, (moved + others) / cache),  # no cache holds what others send
         blocks=blocks / cores,
         launches=launches,
         clock=clock,

@@ -68,7 +68,7 @@ _TRUST, _HARM = (0.0, 0.25, 0.5, 0.75, 1.0), 1.05
 _FAMILIES_TO_TRUST = {"gpu": 4, "cpu": 1}
 #: Bounds of :class:`Constants`, in their order; how strongly a fit is pulled to their defaults, and that of one vendor to those
 #: of all vendors (chosen on left-out GPUs).
-_LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0])
+_LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 0.5, 500.0, 10.0])
 _HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0])
 _HELD, _HELD_VENDOR, _OUTLIER = 0.02, 0.03, 0.15
 #: Index of the cycles of a launch among the constants; how much more strongly they are pulled; and how much more where no label

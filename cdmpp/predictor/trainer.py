@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import AdamW
 
-from cdmpp.errors import PredictorError
+from cdmpp.errors import PredictorError, raised_as
 from cdmpp.predictor.checkpoint import TrainerState
 from cdmpp.predictor.config import Config
 from cdmpp.predictor.encoding import Context, LabelledArrays, LabelTransform, PaddedBatch, PairArrays, training_batches
@@ -152,12 +152,10 @@ class Trainer:
 
     def restore(self, state: TrainerState) -> None:
         """Continue from a saved state. Raises PredictorError if it belongs to another network."""
-        try:
+        with raised_as(PredictorError, "the checkpoint fits neither network nor optimiser", KeyError, RuntimeError):
             self.network.load_state_dict(dict(state.weights))
             groups = self._optimizer.state_dict()["param_groups"]
             self._optimizer.load_state_dict({"state": state.optimizer, "param_groups": groups})
-        except (KeyError, ValueError, RuntimeError) as err:
-            raise PredictorError(f"the checkpoint fits neither network nor optimiser: {err}") from err
         self._average = {k: v.to(self._where) for k, v in state.average.items()}
         self._state = state
 

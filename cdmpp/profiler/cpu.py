@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.device import Device, get_device
-from cdmpp.errors import CdmppError, ProfilerError, ProgramError
+from cdmpp.errors import CdmppError, ProfilerError, ProgramError, raised_as
 from cdmpp.profiler import engine, machine
 from cdmpp.profiler.machine import Sentinel, Worker, WorkerDied, WorkerLost, requests
 from cdmpp.program import import_tvm, structural_hash
@@ -340,10 +340,8 @@ class CpuConfig(engine.BuildConfig):
         """A fresh folder for shared objects (ProfilerError if it cannot be made)."""
         shm = Path("/dev/shm")
         parent = Path(self.work_dir or (shm if shm.is_dir() else tempfile.gettempdir()))
-        try:
+        with raised_as(ProfilerError, f"cannot make a folder for shared objects in {parent}"):
             return machine.make_work_folder(parent)
-        except OSError as err:
-            raise ProfilerError(f"cannot make a folder for shared objects in {parent}: {err}") from err
 
 
 def threads_of(device: Device) -> int:

@@ -372,7 +372,7 @@ def function_of(row: Mapping[str, Any]) -> Callable[[], Any]:
         "elementwise": lambda: torch.mul(x, y),
         "activation": lambda: activation(x),
         "batchnorm": lambda: functional.batch_norm(x[None], means, means),
-        "copy": apart.contiguous,
+        "copy": apart.clone,  # contiguous() does nothing for a single row
         "reduce": lambda: x.sum(-1),
         "embedding": lambda: functional.embedding(looked, x),
     }

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cdmpp.errors import ProgramError
+from cdmpp.errors import ProgramError, raised_as
 from cdmpp.program import import_tvm, quiet, structural_hash
 from cdmpp.program.types import Program, Space, Task
 
@@ -309,12 +309,11 @@ def generator_program(space: Space, program_hash: str, values: Sequence[int]) ->
 def build_program(space: Space, decisions: str) -> Any:
     """The PrimFunc of a program of a generator space (ProgramError: it is no such space, the decisions are not values of its
     parameters, or the generator does not take them)."""
-    try:
+    sentence = f"space {space.hash} and decisions {decisions!r} name no generator"
+    with raised_as(ProgramError, sentence, TypeError, KeyError):
         content = json.loads(space.insts_json)
         values = dict(zip(content["parameters"], json.loads(decisions), strict=True))
         name, arguments = str(content["generator"]), {**content["fixed"], **values}
-    except (TypeError, KeyError, ValueError) as err:
-        raise ProgramError(f"space {space.hash} and decisions {decisions!r} name no generator: {err}") from err
     from cdmpp.program import generators
 
     return generators.build(name, arguments)

@@ -197,13 +197,6 @@ def _pairs(hashes: list[str], asts: Mapping[str, CompactAST], device: str, code:
     return np.concatenate([part.numpy() for part in parts], axis=1).astype(np.float32)
 
 
-def counted_programs() -> list[str]:
-    """Every third of the programs that ran."""
-    records = dataset().records
-    ran = set(records["program"][records["status"] == "ok"])
-    return [program for program in programs("cpu") if program in ran][::3]
-
-
 def compile_and_count(
     hashes: list[str], mcpu: str, keep: Callable[[str, Path], None] | None = None
 ) -> NDArray[np.float32]:

@@ -91,7 +91,7 @@ def test_weights_take_turns_in_the_cache_and_labels_of_weights_that_stayed_there
     assert len(training_table(every)) == 4 and training_table(kept)["n"].tolist() == [2048, 2048]
 
 
-def test_winograd_and_power_change_what_is_reached_and_a_missing_unit_is_said_and_replaced() -> None:
+def test_winograd_power_and_switches_change_what_is_reached_and_a_missing_unit_is_said_and_replaced() -> None:
     mi50, three = get_device("mi50"), convolutions("", [3])
     assert mechanism(three.assign(stride=4), mi50).matrix_s == pytest.approx(1.6 * mechanism(three, mi50).matrix_s)
     bf16, fp32 = (mechanism(three.assign(dtype=t, backward=2), mi50).matrix_s for t in ("bfloat16", "float32"))
@@ -104,6 +104,10 @@ def test_winograd_and_power_change_what_is_reached_and_a_missing_unit_is_said_an
     assert pipe(get_device("mi50"), "bfloat16")[0] < get_device("mi50").peak_gflops["float32"]
     hot, cool = (mechanism(gemms([(8192,) * 3]), replace(get_device("h20"), tdp_w=w)).matrix_s for w in (100, 400))
     assert hot / cool == pytest.approx(1.27, abs=0.005)  # (400 W / 1.9e-5 W / 148,000 GFLOP/s / 16 bits / 4 nm) ** 0.3
+    sends = [{"op": "all_reduce", "dtype": "bfloat16", "bytes": 4e8, "num_workers": n} for n in (2, 4, 8)]
+    for gpu, rounds in ("h20", (1, 1.25, 1.125)), ("a100-sxm4-80gb", (1, 1.5, 1.75)), ("h100-pcie", (1, 1.5, 1.75)):
+        once_s = 4e8 / (1e9 * (get_device(gpu).link_gb_s or 0) / 2)  # the switches of Hopper's NVLink add up
+        assert mechanism(operator_table(sends), get_device(gpu)).memory_s == pytest.approx(once_s * np.array(rounds))
 
 
 def labels(factors: dict[str, float], n: int = 60) -> pd.DataFrame:

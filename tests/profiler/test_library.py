@@ -83,6 +83,7 @@ conv,float32,,,,2,,,,,,,,,8,4,9,9,3,3,9,9,2,1
 layernorm,float32,8,64,,,,,,,,,,,,,,,,,,,,
 grouped_gemm,float32,8,64,8,4,,,,,,,,,,,,,,,,,,
 lstm,float32,4,16,8,2,,,,,5,,,,,,,,,,,,,
+copy,float32,1,64,,,,,,,,,,,,,,,,,,,,
 """  # noqa: E501
 
 
@@ -94,10 +95,11 @@ def ten_microseconds(function: Callable[[], Any]) -> Callable[[int], float]:
 def test_a_list_becomes_a_dataset_of_the_device(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text(LIST)
     report = measure_operators(tmp_path / "list.csv", tmp_path / "out", "mi210", clock=ten_microseconds)
-    assert report.labels == 8 and sum(report.failures.values()) == 2  # a window, and experts
+    assert report.labels == 9 and sum(report.failures.values()) == 2  # a window, and experts
     table = load_operators(tmp_path / "out")
-    assert table["seconds"].tolist() == pytest.approx([1e-5] * 8)
-    assert len(library.function_of(table[table["op"] == "lstm"].iloc[0].to_dict())()) == 2  # layers
+    assert table["seconds"].tolist() == pytest.approx([1e-5] * 9)
+    copied, layers = (library.function_of(table[table["op"] == op].iloc[0].to_dict())() for op in ("copy", "lstm"))
+    assert len(layers) == 2 and copied.untyped_storage().nbytes() == 4 * 64  # a new tensor, even of a single row
     assert set(table["device"]) == {"mi210"} and set(table["framework"]) == {"torch"} and table["noise"].max() < 1e-9
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     assert meta["versions"]["torch"] and meta["devices"]["mi210"]["arch"] == "cdna2"
@@ -115,7 +117,7 @@ def test_a_list_that_takes_too_long_goes_on(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="go on with --resume"):
         asked()
     report = asked(resume=True)
-    assert 0 < report.new < report.labels == 8
+    assert 0 < report.new < report.labels == 9
 
 
 def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path: Path, command: Command) -> None:

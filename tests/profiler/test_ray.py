@@ -128,10 +128,6 @@ def test_the_command_that_starts_a_node(monkeypatch: pytest.MonkeyPatch) -> None
         node_command(4)
 
 
-def made_of(job: BuildJob, timeout_s: float) -> list[Any]:
-    return [SharedObject(job.program.hash, path="/nonexistent")]
-
-
 def measured(batch: list[SharedObject], timeout_s: float) -> list[Any]:
     labels = [Measured(built.program, "ok", (1e-3,) * 4) for built in batch]
     return [Running(), *labels, BatchDone(1e-3, 1e-3, 0.0, "fifo")]
@@ -178,7 +174,7 @@ class FakeExecutor(Executor):
         return 8
 
     def builders(self, builder: Any, count: int) -> list[Any]:
-        return [FakeWorker(made_of) for _ in range(count)]
+        return [FakeWorker(lambda job, _: [SharedObject(job.program.hash, path="/nowhere")]) for _ in range(count)]
 
     def measurers(self, serve: Any, config: Any, sentinel: Any) -> list[Any]:
         return [FakeWorker(answer, node=node) for node, answer in self._nodes.items()]

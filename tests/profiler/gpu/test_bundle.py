@@ -44,11 +44,6 @@ def test_programs_that_share_most_of_their_code_take_little_room(tmp_path: Path)
     assert (tmp_path / "x.bundle").stat().st_size < 2000 * 60
 
 
-def members_of(path: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(path) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 def zipped(path: Path, members: dict[str, bytes]) -> bytes:
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
@@ -61,7 +56,9 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="does not exist"):
         read_bundle(path)
     write_bundle(path, toy_bundle(programs=50))
-    flipped, members = bytearray(path.read_bytes()), members_of(path)
+    flipped = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
     flipped[len(flipped) // 2] ^= 0xFF
     note = json.dumps({**json.loads(members["bundle.json"]), "bundle_version": 99}).encode()
     for content, message in (
