@@ -66,10 +66,9 @@ def choose(
     parts = [sd * part / np.sqrt(max((part**2).sum(1).mean(), 1e-9)) for sd, part in zip(_PRIORS, parts, strict=True)]
     vectors = np.concatenate(parts, axis=1)
     if select == "kmeans":
-        from sklearn.cluster import KMeans
+        from cdmpp.predictor.selection import distances_to_centres, nearest
 
-        apart = KMeans(n_clusters=n, n_init=3, random_state=seed).fit_transform(vectors)
-        return order[np.unique(apart.argmin(axis=0))]
+        return order[nearest(distances_to_centres(vectors, n, seed, tries=3), np.ones(len(order), dtype=bool))]
     weights = 1 / (kinds @ kinds.sum(0)).clip(1)  # 1 / number of operators of its kind, so that kinds weigh the same
     moments = (vectors.T * weights) @ vectors
     inverse, chosen = np.eye(vectors.shape[1]), np.zeros(n, dtype=np.int64)
