@@ -372,6 +372,7 @@ def _kind_of_cpu(name: str) -> str:
     return re.split(r"-[\d.]+ghz", name)[0]
 
 
+@functools.cache
 def normalise(name: str) -> str:
     """A name in lower case, without marks, ``-`` between words: ``AMD_Instinct MI100`` -> ``amd-instinct-mi100``."""
     plain = re.sub(r"\((r|tm|c)\)", " ", name.lower())
@@ -387,11 +388,13 @@ _MEMORY = re.compile("(8|12|16|24|32|40|48|64|80|94|96|128|141|144|180|192|256|2
 _SAME_MEMORY = 0.12
 
 
+@functools.cache
 def _joined(name: str) -> str:
     """A name without separators and makers: ``NVIDIA GeForce RTX 4090`` -> ``rtx4090``."""
     return re.sub("(?<=[0-9])g$", "gb", _MAKERS.sub("", normalise(name).replace("-", "")))
 
 
+@functools.cache
 def _short(name: str) -> tuple[str, str, float | None]:
     """A name without optional parts, its form and its memory in GB: ``A100-SXM4-80GB`` -> ``a100``, ``sxm``, 80."""
     plain = normalise(name)
