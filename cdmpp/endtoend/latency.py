@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from cdmpp.predictor.predictor import COVERAGE, load_predictor, prediction_note
 from cdmpp.predictor.uncertainty import Calibration, check_coverage
 from cdmpp.profiler.core_rates import with_known_clock
 from cdmpp.program.graph import GraphNode
-from cdmpp.program.network import Network
+from cdmpp.program.network import Network, load_network
 
 FloatArray = NDArray[np.float64]
 
@@ -172,7 +172,10 @@ def compare_devices(
     resolved = [get_device(device) for device in devices]
     eager = runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED))
     source: Any = network
-    if not eager:
+    if eager:
+        loaded: Any = load_network(network) if isinstance(network, str | Path) else network
+        source = replace(loaded, operators=cache(loaded.operators or loaded.export))  # exported once
+    else:
         predictor, source = load_predictor(predictor), network_tasks(network, data)
     prices = prices or {}
     reports = []

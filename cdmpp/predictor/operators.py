@@ -8,6 +8,7 @@ devices (:func:`train`), which is 0 where there are too few. The errors on left-
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -356,8 +357,12 @@ def _networks(tensors: Mapping[str, torch.Tensor], prefix: str = "") -> tuple[nn
 
 def load_operator_model(spec: str | Path = "default", kind: str = "gpu") -> OperatorModel:
     """Load the operator model that ships for a kind of device (``"default"``), or a folder's (PredictorError: it has none)."""
-    shipped = Path(__file__).parent / "weights" / {"gpu": "operators", "cpu": "operators-cpu"}[kind]
-    return OperatorModel.load(shipped if str(spec) == "default" else spec)
+    return OperatorModel.load(spec) if str(spec) != "default" else _shipped(kind)
+
+
+@functools.cache
+def _shipped(kind: str) -> OperatorModel:
+    return OperatorModel.load(Path(__file__).parent / "weights" / {"gpu": "operators", "cpu": "operators-cpu"}[kind])
 
 
 #: Names of the networks' inputs by group, against which a file is checked.

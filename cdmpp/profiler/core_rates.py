@@ -148,7 +148,9 @@ def _kernels(asm: Any, device: Device) -> Iterable[_Kernel]:
         # half of a level; for L3, which other cores use too, a quarter at most, but at least twice the level before it
         size = int(_KB * (kb / 2 if level != "l3" else max(2 * below, min(kb / 4, 4 * below))))
         below = kb
-        chain = _cycle(size // _LINE)
+        # cache lines, each of which begins with the offset of the next one in a random cycle through all of them
+        chain, order = _pages(size // _LINE * _LINE), np.random.default_rng(0).permutation(size // _LINE)
+        chain[order * (_LINE // 8)] = np.roll(order, -1) * _LINE
         yield _Kernel(f"{level}_ns", asm.loop(asm.chase(16)), 16, chain)
         turns = size // (8 * _LINE)
         yield _Kernel(f"{level}_gb_s", asm.stream(widths[-1], 8), turns * 8 * _LINE, chain, turns)
@@ -159,11 +161,3 @@ def _pages(bytes_: int) -> np.ndarray:
     buffer = np.zeros(bytes_ // 8 + 512, dtype=np.int64)
     start = -buffer.ctypes.data % 4096 // 8
     return buffer[start : start + bytes_ // 8]
-
-
-def _cycle(lines: int) -> np.ndarray:
-    """Cache lines, each of which begins with the offset of the next one in a random cycle through all of them."""
-    found = _pages(lines * _LINE)
-    order = np.random.default_rng(0).permutation(lines)
-    found[order * (_LINE // 8)] = np.roll(order, -1) * _LINE
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,11 +11,11 @@ import pytest
 
 from cdmpp.dataset.operators import TORCH_COLD
 from cdmpp.device import get_device
-from cdmpp.endtoend import eager, network_tasks, predict_latency, shares_of, smallest_share
+from cdmpp.endtoend import compare_devices, eager, network_tasks, predict_latency, shares_of, smallest_share
 from cdmpp.endtoend.eager import eager_latency
 from cdmpp.errors import NetworkError, PredictorError
 from cdmpp.predictor.operators import BEST, OperatorModel, load_operator_model
-from cdmpp.program.network import Network
+from cdmpp.program.network import Network, load_network
 from tests.samples.command import Command
 
 torch = pytest.importorskip("torch")
@@ -100,6 +101,11 @@ def test_what_ships_prices_a_network_on_every_runtime(tmp_path: Path, command: C
     assert report.schedule == "torch" and 3e-5 < report.latency_s < 3e-3
     path = tmp_path / "mine.pt2"
     torch.export.save(torch.export.export(torch.nn.Conv2d(3, 8, 3), (torch.randn(1, 3, 32, 32),)), path)
+    exported: list[Network] = []
+    counting = replace(load_network(path), exporter=lambda own: exported.append(own) or load_network(path).export())
+    by_path = [predict_latency(path, name).latency_s for name in ("l4", "h100-sxm")]
+    assert [report.latency_s for report in compare_devices(counting, ["l4", "h100-sxm"]).reports] == sorted(by_path)
+    assert len(exported) == 1  # for all devices
     here = ("latency", path, "--device", ZEN4.name)
     by_device = {r["device"]: r for r in command.json(*here[:-1], f"{ZEN4.name},h100-sxm")["reports"]}
     # the CPU's and the GPU's are both of a library: tens of times apart, not thousands

@@ -12,7 +12,7 @@ from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 from iced_x86 import ConditionCode, FlowControl, MemorySizeExt, OpAccess, OpKind, RegisterExt
 
-from cdmpp.errors import ProgramError
+from cdmpp.errors import ProgramError, raised_as
 from cdmpp.program.codegen.blocks import INTEGER_REGISTERS, Address, Instruction, Location, Operand, Register, signed
 
 #: Symbols of wrappers, error paths and helpers, which are the same in all objects.
@@ -55,18 +55,15 @@ def read_functions(path: str | Path) -> list[list[Instruction]]:
     The code from one symbol to the next is one function, so a function without a symbol belongs to the one before it.
 
     Raises ProgramError if the file is not ELF, has code of another instruction set, no symbols or no function of a program."""
-    try:
-        with Path(path).open("rb") as file:
-            elf = ELFFile(file)
-            if elf.get_machine_arch() != "x64":
-                raise ProgramError(f"{path} has code for {elf.get_machine_arch()}; only x86-64 is decoded")
-            text, symbols = elf.get_section_by_name(".text"), elf.get_section_by_name(".symtab")
-            if text is None or not isinstance(symbols, SymbolTableSection):
-                raise ProgramError(f"{path} has no symbols, so its functions are not known (stripped?)")
-            number, start, code = elf.get_section_index(".text"), text["sh_addr"], text.data()
-            names = {s["st_value"]: s.name for s in symbols.iter_symbols() if s.name and s["st_shndx"] == number}
-    except (OSError, ELFError) as err:
-        raise ProgramError(f"{path} is not an object file (ELF): {err}") from err
+    with raised_as(ProgramError, f"{path} is not an object file (ELF)", ELFError), Path(path).open("rb") as file:
+        elf = ELFFile(file)
+        if elf.get_machine_arch() != "x64":
+            raise ProgramError(f"{path} has code for {elf.get_machine_arch()}; only x86-64 is decoded")
+        text, symbols = elf.get_section_by_name(".text"), elf.get_section_by_name(".symtab")
+        if text is None or not isinstance(symbols, SymbolTableSection):
+            raise ProgramError(f"{path} has no symbols, so its functions are not known (stripped?)")
+        number, start, code = elf.get_section_index(".text"), text["sh_addr"], text.data()
+        names = {s["st_value"]: s.name for s in symbols.iter_symbols() if s.name and s["st_shndx"] == number}
     begins = sorted(names)
     functions = [
         decode(code[begin - start : end - start], begin)
