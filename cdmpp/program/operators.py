@@ -128,19 +128,20 @@ def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataF
     for name in ("op", "dtype"):
         if name not in table:
             raise ProgramError(f"operators without {name}: expected the columns op, dtype and sizes")
-    for name in SIZES:
-        given = table[name] if name in table else pd.Series(np.nan, index=table.index)
+    for name in table.columns.intersection(SIZES):
+        given = table[name]
         numbers = pd.to_numeric(given, errors="coerce").astype(np.float64)
         wrong = given.notna() & (given.astype(str).str.strip() != "") & ~numbers.between(0, _LARGEST)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             raise ProgramError(f"row {at + 1}: {name} is {given[at]}, expected a number from 0 to {_LARGEST:g}")
         table[name] = numbers.fillna(_DEFAULTS.get(name, np.nan))
+    table = table.assign(**{name: _DEFAULTS.get(name, np.nan) for name in SIZES if name not in table})
     unknown = sorted(set(table["op"].astype(str)) - set(OPERATORS))
     if unknown:
         raise ProgramError(f"unknown operators {', '.join(unknown)}; there are {', '.join(OPERATORS)}")
-    for op, needed in OPERATORS.items():
-        mine = table.loc[table["op"] == op, list(needed)]
+    for op in table["op"].unique():
+        mine = table.loc[table["op"] == op, list(needed := OPERATORS[op])]
         lacking = mine.isna() | (mine <= 0)
         if lacking.to_numpy().any():
             at, name = next((at, name) for at, row in lacking.iterrows() for name in needed if row[name])
