@@ -229,6 +229,8 @@ class OperatorModel:
 
     def _nearest(self, table: pd.DataFrame, device: Device) -> dict[str, NDArray[Any]]:
         """The nearest measured operator of the same kind, or of the kind whose constants it uses, by numeric inputs."""
+        from scipy.spatial.distance import cdist
+
         nearest, on = np.full((2, len(table)), "", dtype=object)
         far = np.full(len(table), np.nan)
         asked = self._numbers(table, device)
@@ -242,7 +244,7 @@ class OperatorModel:
             there = np.empty((len(own), asked.shape[1]))
             for name, mine in own.groupby("device").indices.items():
                 there[mine] = self._numbers(own.iloc[mine], get_device(str(name)))
-            apart = np.sqrt(((asked[at][:, None] - there) ** 2).mean(axis=2))
+            apart = cdist(asked[at], there) / math.sqrt(asked.shape[1])
             best = apart.argmin(axis=1)
             far[at], on[at] = apart[np.arange(len(at)), best], own["device"].to_numpy()[best]
             nearest[at] = [operator_text(row) for row in own.iloc[best].to_dict("records")]
@@ -684,18 +686,13 @@ def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray) -> Const
     held[_LAUNCH] *= _HELD_LAUNCH if shortest < _SHORT else _HELD_UNSEEN
 
     def off(logs: FloatArray) -> FloatArray:
-        errors = [w * _soft(np.log(m.estimate(Constants.of(logs))) - y) for m, y, w in devices]
-        return np.concatenate([*errors, held * (logs - start)])
+        scaled = [((np.log(m.estimate(Constants.of(logs))) - y) / _OUTLIER, w * _OUTLIER) for m, y, w in devices]
+        # beyond _OUTLIER the squares grow only in proportion to the errors
+        soft = [w * np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1)) for error, w in scaled]
+        return np.concatenate([*soft, held * (logs - start)])
 
     inside = np.clip(start, _LOW + 1e-6, _HIGH - 1e-6)
     return Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40, ftol=1e-4).x)
-
-
-def _soft(errors: FloatArray) -> FloatArray:
-    """Errors rescaled so that beyond :data:`_OUTLIER` their squares grow only in proportion to the errors."""
-    scaled = errors / _OUTLIER
-    soft: FloatArray = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1)) * _OUTLIER
-    return soft
 
 
 def _cores(device: Device) -> tuple[str, float] | str:

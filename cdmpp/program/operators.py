@@ -124,7 +124,8 @@ def dtype_name(text: str) -> str:
 def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataFrame:
     """Make a table of rows (:data:`COLUMNS`; other columns are kept); missing sizes become their default or NaN. Raises
     ProgramError, naming the row, if an operator is unknown or a size that it needs is missing, negative or not a number."""
-    table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows)).reset_index(drop=True)
+    table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows))
+    number, table = table.index + 1, table.reset_index(drop=True)
     for name in ("op", "dtype"):
         if name not in table:
             raise ProgramError(f"operators without {name}: expected the columns op, dtype and sizes")
@@ -134,7 +135,7 @@ def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataF
         wrong = given.notna() & (given.astype(str).str.strip() != "") & ~numbers.between(0, _LARGEST)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            raise ProgramError(f"row {at + 1}: {name} is {given[at]}, expected a number from 0 to {_LARGEST:g}")
+            raise ProgramError(f"row {number[at]}: {name} is {given[at]}, expected a number from 0 to {_LARGEST:g}")
         table[name] = numbers.fillna(_DEFAULTS.get(name, np.nan))
     table = table.assign(**{name: _DEFAULTS.get(name, np.nan) for name in SIZES if name not in table})
     unknown = sorted(set(table["op"].astype(str)) - set(OPERATORS))
@@ -145,7 +146,7 @@ def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataF
         lacking = mine.isna() | (mine <= 0)
         if lacking.to_numpy().any():
             at, name = next((at, name) for at, row in lacking.iterrows() for name in needed if row[name])
-            raise ProgramError(f"row {at + 1}: {op} needs {name}, a number above 0")
+            raise ProgramError(f"row {number[at]}: {op} needs {name}, a number above 0")
     table["dtype"] = table["dtype"].astype(str).map(dtype_name)
     kv = table["kv_dtype"] if "kv_dtype" in table else pd.Series(None, index=table.index)
     known = kv.notna() & (kv.astype(str) != "")
@@ -280,8 +281,12 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
         try:
             rows.append(_listed(row, dtype))
         except (ProgramError, TypeError, ValueError, OverflowError) as err:
-            raise ProgramError(f"{path}, row {number}: {reason(err).removeprefix('row 1: ')}") from err
-    return pd.DataFrame(rows)
+            raise ProgramError(f"{path}, row {number}: {reason(err)}") from err
+    table = pd.DataFrame(rows)
+    known = table["known"].to_numpy(dtype=bool)
+    with raised_as(ProgramError, str(path), ProgramError):
+        whole = operator_table(table[known])
+    return pd.concat([whole.set_axis(table.index[known]), table[~known]]).sort_index()
 
 
 def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -304,7 +309,7 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         sizes.setdefault("n", given.get("k"))
         if "m" not in sizes and "bytes" in given:  # only the size of the tensor is given
             sizes |= {"m": 1, "n": float(given["bytes"]) / ELEMENT_BYTES[dtype_name(dtype)]}
-    return {**kept, **operator_table([{"dtype": dtype, **sizes, "op": op}]).iloc[0].to_dict()}
+    return {**kept, "dtype": dtype, **sizes, "op": op}
 
 
 def operator_text(row: Mapping[str, Any]) -> str:

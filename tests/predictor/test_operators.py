@@ -323,8 +323,8 @@ def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path) -> None
     path.write_text("op,m,n,k\ngemm,8,inf,8\n")
     with pytest.raises(ProgramError, match="row 1: n is inf, expected a number from 0 to"):
         predict_operators(path, ["l40s"], lambda kind: SHIPPED)
-    path.write_text("op,m,n,k\ngemm,4,4,\n")
-    with pytest.raises(ProgramError, match="row 1: gemm needs k"):
+    path.write_text("op,m,n,k\nmystery,4,4,4\ngemm,4,4,\n")
+    with pytest.raises(ProgramError, match="row 2: gemm needs k"):
         predict_operators(path, ["l40s"], lambda kind: SHIPPED)
 
 

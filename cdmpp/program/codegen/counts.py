@@ -121,9 +121,9 @@ def count(functions: Sequence[Sequence[Instruction]], core: Core) -> NDArray[np.
             if not any(b >= begin and e <= end for b, e in others):
                 depth = sum(b <= begin and e >= end for b, e in others)
                 loops.append((depth, each[begin : end + 1].sum(axis=0)))
-    depth, hottest = max(
-        loops, key=lambda loop: _arithmetic(loop[1]) * _DEPTH_WEIGHT ** loop[0], default=(0, np.zeros(len(KINDS)))
-    )
+    lanes = np.zeros(len(KINDS))  # of arithmetic
+    lanes[[_AT[f"{kind}_{w}"] for kind in ("fma", "fp") for w in _LANES]] = [*_LANES.values()] * 2
+    depth, hottest = max(loops, key=lambda loop: loop[1] @ lanes * _DEPTH_WEIGHT ** loop[0], default=(0, 0 * lanes))
     longest.sort(key=lambda loop: -loop[_RUNS] * loop[_CYCLES])
     found = [total, np.array([len(loops), depth]), hottest, run, np.array([unknown]), cycles, *longest[:LOOPS]]
     return np.concatenate(found).astype(np.float32)
@@ -185,7 +185,3 @@ def _backward_jumps(function: Sequence[Instruction]) -> list[tuple[int, int]]:
     at = {instruction.address: i for i, instruction in enumerate(function)}
     jumps = [(at[i.target], at[i.address]) for i in function if i.target in at]
     return [(begin, end) for begin, end in jumps if begin <= end]
-
-
-def _arithmetic(counts: FloatArray) -> float:
-    return float(sum(lanes * (counts[_AT[f"fma_{w}"]] + counts[_AT[f"fp_{w}"]]) for w, lanes in _LANES.items()))
