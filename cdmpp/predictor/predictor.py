@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -398,11 +399,11 @@ class Predictor:
     def default(cls) -> Predictor:
         """The predictor that ships with cdmpp; PredictorError if this installation has none."""
         if not _DEFAULT_FOLDER.is_dir():
-            raise PredictorError(
-                f"this installation ships no default predictor (expected in {_DEFAULT_FOLDER}); "
-                "train one with cdmpp train"
-            )
-        return cls.load(_DEFAULT_FOLDER)
+            raise PredictorError(f"there is no default predictor in {_DEFAULT_FOLDER}: train one with cdmpp train")
+        return _shipped(_DEFAULT_FOLDER)
+
+
+_shipped = cache(Predictor.load)  # once a process
 
 
 def predict(
