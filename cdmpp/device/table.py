@@ -540,6 +540,7 @@ def overlay(known: Device, row: Device) -> Device:
 
 _shipped_rows = functools.cache(lambda: tuple(read_device_file(_SHIPPED)))
 _this_cpu = functools.cache(detect_cpu)
+_shipped_table = functools.cache(lambda root: DeviceTable(_shipped_rows(), root and _this_cpu(root)))
 
 
 def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> DeviceTable:
@@ -548,8 +549,8 @@ def load_table(extra: Sequence[str | Path] = (), this_machine: bool = True) -> D
     configured = [Path(p) for p in os.environ.get(DEVICES_VARIABLE, "").split(os.pathsep) if p]
     home = [user_file()] if user_file().exists() else []
     own = [row for path in (*home, *configured, *map(Path, extra)) for row in read_device_file(path)]
-    root = os.environ.get(ROOT_VARIABLE) or "/"
-    return DeviceTable([*_shipped_rows(), *own], _this_cpu(Path(root)) if this_machine else None)
+    root = Path(os.environ.get(ROOT_VARIABLE) or "/") if this_machine else None
+    return DeviceTable([*_shipped_rows(), *own], _this_cpu(root) if root else None) if own else _shipped_table(root)
 
 
 def user_file() -> Path:
