@@ -125,7 +125,8 @@ def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataF
     """Make a table of rows (:data:`COLUMNS`; other columns are kept); missing sizes become their default or NaN. Raises
     ProgramError, naming the row, if an operator is unknown or a size that it needs is missing, negative or not a number."""
     table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows))
-    number, table = table.index + 1, table.reset_index(drop=True)
+    places = table.index if table.index.dtype.kind == "i" else pd.RangeIndex(len(table))
+    number, table = places + 1, table.reset_index(drop=True)
     for name in ("op", "dtype"):
         if name not in table:
             raise ProgramError(f"operators without {name}: expected the columns op, dtype and sizes")
