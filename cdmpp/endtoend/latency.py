@@ -170,9 +170,8 @@ def compare_devices(
     Options and errors are those of :func:`predict_latency`; every device is looked up before anything is predicted. `prices`
     are per hour, by canonical device name (:func:`read_prices`); a share of a device has its own price."""
     resolved = [get_device(device) for device in devices]
-    eager = runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED))
     source: Any = network
-    if eager:
+    if runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED)):
         loaded: Any = load_network(network) if isinstance(network, str | Path) else network
         source = replace(loaded, operators=cache(loaded.operators or loaded.export))  # exported once
     else:

@@ -69,14 +69,15 @@ _TRUST, _HARM = (0.0, 0.25, 0.5, 0.75, 1.0), 1.05
 _FAMILIES_TO_TRUST = {"gpu": 4, "cpu": 1}
 #: Bounds of :class:`Constants`, in their order; how strongly a fit is pulled to their defaults, and that of one vendor to those
 #: of all vendors (chosen on left-out GPUs).
-_LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 0.5, 500.0, 10.0])
+_LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0])
 _HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0])
 _HELD, _HELD_VENDOR, _OUTLIER = 0.02, 0.03, 0.15
 #: Index of the cycles of a launch among the constants; how much more strongly they are pulled; and how much more where no label
 #: is as short as this (seconds), as they would then absorb other differences.
 _LAUNCH, _HELD_LAUNCH, _SHORT, _HELD_UNSEEN = 6, 5.0, 2e-5, 500.0
 #: Start of the fit, and its pull, for attention and products with several weights in turn: a cache keeps all such data or none.
-_STREAMS, _KEPT_HELD = Constants(kept=1.0, kept_power=7.0), 0.3
+#: Start of an all-reduce, whose rounds and bytes wait for each other: also the lower bound of its norm.
+_STREAMS, _KEPT_HELD, _ROUNDS = Constants(kept=1.0, kept_power=7.0), 0.3, Constants(norm=0.5)
 #: Single calls of PyTorch are labels only if they take this many times as long as the shortest (this quantile): the host takes
 #: 25 to 45 us to launch an operator that a GPU runs in 1 to 3 if it is small. In longer calls 0.6 of the shortest is host time.
 #: Subtracting that, and keeping calls from twice the shortest on, tripled the errors of small operators on left-out GPUs.
@@ -660,7 +661,7 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
             target = np.log(part["seconds"].to_numpy(dtype=np.float64)[at])
             device = get_device(str(name))
             devices.append((device, (mechanism(part.iloc[at], device), target, 1 / math.sqrt(len(at)))))
-        start, held = Constants(), np.full(len(_LOW), _HELD)
+        start, held = (_ROUNDS if kind == "all_reduce" else Constants()), np.full(len(_LOW), _HELD)
         ordered = str(kind).startswith(("attention", "gemm")) and kind != "gemm float32"
         if ordered and devices[0][0].kind == "gpu":
             start, held[3:5] = _STREAMS, _KEPT_HELD  # kept and kept_power
@@ -681,8 +682,7 @@ def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray) -> Const
     """Fit constants that are pulled to ``like`` with the strengths ``held``."""
     from scipy.optimize import least_squares
 
-    start, shortest = like.vector(), min(float(np.exp(y.min())) for _, y, _ in devices)
-    held = held.copy()
+    start, held, shortest = like.vector(), held.copy(), min(float(np.exp(y.min())) for _, y, _ in devices)
     held[_LAUNCH] *= _HELD_LAUNCH if shortest < _SHORT else _HELD_UNSEEN
 
     def off(logs: FloatArray) -> FloatArray:
@@ -691,8 +691,9 @@ def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray) -> Const
         soft = [w * np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1)) for error, w in scaled]
         return np.concatenate([*soft, held * (logs - start)])
 
-    inside = np.clip(start, _LOW + 1e-6, _HIGH - 1e-6)
-    return Constants.of(least_squares(off, inside, bounds=(_LOW, _HIGH), max_nfev=40, ftol=1e-4).x)
+    low = np.minimum(_LOW, start)
+    inside = np.clip(start, low + 1e-6, _HIGH - 1e-6)
+    return Constants.of(least_squares(off, inside, bounds=(low, _HIGH), max_nfev=40, ftol=1e-4).x)
 
 
 def _cores(device: Device) -> tuple[str, float] | str:
