@@ -54,7 +54,7 @@ def eager_latency(
     the model was trained on another kind of device."""
     on_cpu = device.kind == "cpu"
     model = load_operator_model(model, device.kind) if isinstance(model, str | Path) else model
-    loaded = load_network(network) if isinstance(network, str | Path) else network
+    loaded = load_network(network)
     with raised_as(NetworkError, f"{loaded.name} cannot be priced", RuntimeError, LookupError, TypeError):
         calls = calls_of(loaded.export() if loaded.operators is None else loaded.operators())
     if not calls:

@@ -172,7 +172,7 @@ def compare_devices(
     resolved = [get_device(device) for device in devices]
     source: Any = network
     if runs_eagerly(network, options.get("runtime"), options.get("schedule", UNTUNED)):
-        loaded: Any = load_network(network) if isinstance(network, str | Path) else network
+        loaded = load_network(network)  # type: ignore[arg-type]
         source = replace(loaded, operators=cache(loaded.operators or loaded.export))  # exported once
     else:
         predictor, source = load_predictor(predictor), network_tasks(network, data)

@@ -216,7 +216,7 @@ def predict_network(
     are far from the training data, None if it cannot tell; ``total_*_s`` are weighted sums over the tasks."""
     _check_number(compile_best)  # before anything is imported
     resolved = with_known_clock(device)
-    loaded = load_network(network) if isinstance(network, str) else network
+    loaded = load_network(network)
     rows: list[dict[str, Any]] = []
     tasks = extract_tasks([loaded])
     for task in tasks:

@@ -224,8 +224,7 @@ def _known(folder: Path, device: Device, resume: bool) -> Counter[str]:
 def _distinct(networks: Iterable[str | Network]) -> dict[str, tuple[Call, dict[str, Any]]]:
     """The distinct operators of networks, and their rows, by a key of name and sizes."""
     found: dict[str, tuple[Call, dict[str, Any]]] = {}
-    for network in networks:
-        loaded = load_network(network) if isinstance(network, str) else network
+    for loaded in map(load_network, networks):
         calls = calls_of(loaded.export())
         for call, row in zip(calls, table_of(calls).to_dict("records"), strict=True):
             found.setdefault(_key(call.name, row), (call, row))

@@ -41,7 +41,7 @@ def network_tasks(
     identifies a network. NetworkError: a network is unknown or cannot be imported; ProfilerError: there is no task."""
     from cdmpp.program.network import extract_tasks, load_network
 
-    loaded = [load_network(n) if isinstance(n, str) else n for n in networks]
+    loaded = [load_network(n) for n in networks]
     names = {n.name for n in loaded}
     if not names:
         raise ProfilerError("no network to profile")

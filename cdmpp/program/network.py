@@ -88,8 +88,8 @@ class Network:
         return Network(name, "user", inputs, "torch", kind, exporter=lambda _: _export(name, module, args))
 
 
-def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
-    """A network by zoo name or by the path of a ``.onnx`` or ``.pt2`` file.
+def load_network(spec: Network | str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
+    """A network by zoo name or by the path of a ``.onnx`` or ``.pt2`` file; a :class:`Network` is returned unchanged.
 
     ``spec``: ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160, or sequences of 160),
     ``resnet18@s160b4``, ``path/to/model.onnx``. The dynamic batch of a file is 1 unless ``@b4`` follows its name.
@@ -98,6 +98,8 @@ def load_network(spec: str | Path, shapes: Mapping[str, Sequence[int]] | None = 
 
     NetworkError: unknown name (the message suggests similar ones), bad batch or size, missing or unreadable file, unknown
     shape."""
+    if not isinstance(spec, str | Path):
+        return spec
     text = str(spec)
     match = _VARIANT.fullmatch(text)
     base = match["base"] if match else text
@@ -577,8 +579,7 @@ def extract_tasks(
     specs = list(networks)
     seen: dict[str, Network] = {}
     tasks: dict[str, Task] = {}
-    for number, spec in enumerate(specs, start=1):
-        network = load_network(spec) if isinstance(spec, str) else spec
+    for number, network in enumerate(map(load_network, specs), start=1):
         if progress is not None:
             progress(network.name, number, len(specs))
         if network.name in seen:

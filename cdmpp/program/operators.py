@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.errors import ProgramError, raised_as, reason
+from cdmpp.errors import ProgramError, raised_as
 
 FloatArray = NDArray[np.float64]
 
@@ -279,14 +279,14 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
         raise ProgramError(f"{path} lists no operator: expected one row an operator")
     rows = []
     for number, row in enumerate(listed, start=1):
-        try:
+        with raised_as(ProgramError, f"{path}, row {number}", ProgramError, TypeError, OverflowError):
             rows.append(_listed(row, dtype))
-        except (ProgramError, TypeError, ValueError, OverflowError) as err:
-            raise ProgramError(f"{path}, row {number}: {reason(err)}") from err
     table = pd.DataFrame(rows)
     known = table["known"].to_numpy(dtype=bool)
-    with raised_as(ProgramError, str(path), ProgramError):
+    try:
         whole = operator_table(table[known])
+    except ProgramError as err:
+        raise ProgramError(f"{path}, {err}") from err
     return pd.concat([whole.set_axis(table.index[known]), table[~known]]).sort_index()
 
 

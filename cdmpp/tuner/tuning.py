@@ -49,7 +49,7 @@ def tune(
     from cdmpp.program.network import load_network
 
     tuning = _Tuning(device, Path(out), config, resume, warm_start, progress, notify)
-    loaded = load_network(network) if isinstance(network, str) else network
+    loaded = load_network(network)
     tuning.say(f"importing {loaded.name}")
     fused = import_network(loaded)
     tasks = weighted_tasks(fused, loaded.name)
