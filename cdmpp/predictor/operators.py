@@ -39,6 +39,7 @@ from cdmpp.predictor.solvers import (
     network_of,
     standardised,
 )
+from cdmpp.program.aten import runs_without_onednn
 from cdmpp.program.operators import ELEMENT_BYTES, OPERATORS, SIZES, WEIGHTS_ONLY, operator_table, operator_text
 
 FloatArray = NDArray[np.float64]
@@ -384,8 +385,17 @@ def inputs_of(table: pd.DataFrame) -> list[list[str]]:
     operators, several of which may be one operator of ours."""
     if any(get_device(name).kind == "gpu" for name in set(table["device"])) or "kernel" not in table:
         return _INPUTS
-    often = table["kernel"].value_counts()
+    own = [_kernels(mine, get_device(str(name))) for name, mine in table.groupby("device")]
+    often = pd.Series(np.concatenate(own)).value_counts()
     return [list(MECHANISM_FEATURES), *_INPUTS[1:4], sorted(map(str, often.index[often >= _LEAST_LABELS]))]
+
+
+def _kernels(table: pd.DataFrame, device: Device) -> NDArray[np.str_]:
+    """The ATen operator of each row ("" if unknown); convolutions that a CPU runs without oneDNN have names of their own."""
+    names = table["kernel"].to_numpy(dtype=str) if "kernel" in table else np.full(len(table), "")
+    if device.kind != "cpu" or "kernel" not in table:
+        return names
+    return np.char.add(names, np.where(runs_without_onednn(table, device.share), " without oneDNN", ""))
 
 
 def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
@@ -431,8 +441,7 @@ def encode(
     seen = mechanism(table, device)
     names = table["framework"].to_numpy(dtype=str) if framework is None else np.full(len(table), framework)
     features, *groups = inputs
-    kernels = table["kernel"].to_numpy(dtype=str) if "kernel" in table else np.full(len(table), "")
-    values = (table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str), names, kernels)
+    values = (table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str), names, _kernels(table, device))
     flags = [own[:, None] == np.array(known, dtype=str) for own, known in zip(values, groups, strict=False)]
     numbers = seen.features[:, [MECHANISM_FEATURES.index(name) for name in features]]
     of_kind = kinds(table)

@@ -7,12 +7,15 @@ recurrent network as one product. Views are left out. Operators without a rule c
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from cdmpp.files import shipped_table
 from cdmpp.program.operators import GATES, attention, operator_table
@@ -42,19 +45,51 @@ def calls_of(exported: Any) -> list[Call]:
     from torch.export.graph_signature import InputKind
 
     users = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT}
+    return _calls(exported.graph, {i for i in exported.graph.nodes if i.op == "placeholder" and i.name not in users})
+
+
+def _calls(graph: Any, weights: Set[Any]) -> list[Call]:
     calls = []
-    for node in exported.graph.nodes:
+    for node in graph.nodes:
         if node.op != "call_function":
             continue
         name = str(getattr(node.target, "_opname", "") or node.target.__name__)
         kind = _kind(name)
         if not _tensors(node) or kind == "view" or (kind == "maybe_view" and _is_view(node)):
             continue
+        inner = None if name in _RULES or kind else _made_of(node)
+        same = zip(inner.nodes if inner else (), node.all_input_nodes, strict=False)  # a graph's first nodes are its inputs
+        made_of = _calls(inner, {i for i, outer in same if outer in weights}) if inner else []
+        if any(call.known for call in made_of):
+            calls += made_of
+            continue
         sizes, known = _sizes(name, node)
-        weights = [i for i in node.all_input_nodes if i.op == "placeholder" and i.name not in users]
+        own = [i for i in node.all_input_nodes if i in weights]
         most = _bytes(node) if name == "embedding" else math.inf  # it reads only some rows of its weights
-        calls.append(Call(node, name, sizes, known, {i: min(_bytes(i), most) for i in weights}))
+        calls.append(Call(node, name, sizes, known, {i: min(_bytes(i), most) for i in own}))
     return calls
+
+
+def _made_of(node: Any) -> Any:
+    """The graph of what PyTorch runs for an operator such as ``einsum``; None if it is one of its own, or an ONNX operator with
+    other arguments."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.node import map_arg
+
+    if not getattr(node.target, "_can_decompose", bool)():
+        return None
+    given = node.all_input_nodes
+
+    def run(*tensors: Any) -> Any:
+        values = dict(zip(given, tensors, strict=True))
+        return node.target(*map_arg(node.args, values.get), **map_arg(node.kwargs, values.get))
+
+    with contextlib.suppress(Exception):
+        graph = make_fx(run)(*map(_value, given)).graph
+        for inner in graph.nodes:
+            inner._rename(f"{node.name}_{inner.name}")
+        return graph
+    return None
 
 
 def table_of(calls: Sequence[Call]) -> pd.DataFrame:
@@ -65,6 +100,24 @@ def table_of(calls: Sequence[Call]) -> pd.DataFrame:
         {"kernel": same.get(c.name, c.name), "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes} for c in calls
     )
     return operator_table({"dtype": "float32", **row} for row in rows)
+
+
+def runs_without_onednn(table: pd.DataFrame, threads: float) -> NDArray[np.bool_]:
+    """Whether a CPU's convolutions are PyTorch's own loops, (n,): small ones are, and single images of windows of 1 x 1 on one
+    thread (``ConvParams::use_mkldnn`` in ``aten/src/ATen/native/Convolution.cpp`` of PyTorch 2.13)."""
+    back = (table["backward"] == 1).to_numpy()
+    channels, height, width = (
+        np.where(back, table[result], table[image])
+        for image, result in (("in_channels", "out_channels"), ("height", "out_h"), ("width", "out_w"))
+    )
+    # the rule multiplies the input's first four dimensions, which do not include the width of a volume
+    volumes = table["kernel"].astype(str).str.endswith("3d").to_numpy()
+    elements = table["batch"].to_numpy() * channels * height * np.where(volumes, 1.0, width)
+    windows = table[["kernel_h", "kernel_w"]].to_numpy()
+    strided = (table[["stride", "dilation"]] > 1).to_numpy().any(1)
+    fast = strided | (table["batch"] >= 16).to_numpy() | (windows > 1).any(1) | (threads > 1)
+    large = (table[["groups", "batch"]] > 1).to_numpy().any(1) | (windows > 3).all(1) | (elements > 20480)
+    return (table["op"] == "conv").to_numpy() & ~(fast & large)
 
 
 def arguments_of(call: Call, copies: int = 1) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -253,7 +306,7 @@ def _recurrent(op: str) -> Callable[[Any], dict[str, Any]]:
 _last = _rows("softmax", lambda node: _value(node.args[0]).shape[node.args[1]])
 _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "linear": _linear,
-    **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), _product),
+    **dict.fromkeys(("mm", "mv", "bmm", "matmul", "linalg_matmul", "addmm", "baddbmm"), _product),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv),
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), _last),
@@ -263,7 +316,7 @@ _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "instance_norm": _rows("layernorm", lambda node: math.prod(_value(node.args[0]).shape[2:])),
     "batch_norm": _rows("batchnorm", lambda node: math.prod(_value(node.args[0]).shape[2:])),
     "embedding": lambda node: {"op": "embedding", "m": _elements(node.args[1]), "n": _value(node.args[0]).shape[-1]},
-    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"), _pool),
+    **dict.fromkeys((f"{kind}_pool{n}d{more}" for n in (1, 2, 3) for kind, more in (("max", ""), ("max", "_with_indices"), ("avg", ""))), _pool),
     "lstm_cell": _cell("lstm"),
     "gru_cell": _cell("gru"),
     "lstm": _recurrent("lstm"),

@@ -114,6 +114,8 @@ def _meant(kind: str, inputs: list[Any], given: Mapping[str, Any]) -> tuple[str,
     if kind == "Gather":
         table = first.op == "placeholder" and dims == 0 and given.get("axis", 0) == 0
         return ("embedding" if table else "index_select"), present
+    if kind == "Einsum":
+        return "einsum", (given["equation"].decode(), list(present))
     if kind in ("LSTM", "GRU"):
         rest = tuple(i for i in inputs[3:4] if i is not None)  # the bias, which is not a matrix
         return kind.lower(), (first, rest, inputs[1:3], True, 1, 0.0, False, False, bool(given.get("layout")))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from cdmpp.program.aten import arguments_of, calls_of, table_of
+from cdmpp.program.aten import arguments_of, calls_of, runs_without_onednn, table_of
 from cdmpp.program.network import Network, load_network
 from cdmpp.program.operators import work
 
@@ -34,6 +35,10 @@ CASES: list[tuple[Any, list[tuple[int, ...]], Any, dict[str, float]]] = [
     (nn.Linear(32, 48), [(2, 5, 32)], None, {"op": "gemm", "m": 10, "n": 48, "k": 32}),
     (None, [(3, 4, 5, 6), (3, 4, 6, 7)], lambda _, a, b: a @ b, {"op": "gemm", "batch": 12, "m": 5, "n": 7, "k": 6}),
     (None, [(4, 5), (5,)], lambda _, a, b: a @ b, {"op": "gemm", "m": 4, "n": 1, "k": 5}),
+    (None, [(2, 8, 6, 4), (2, 9, 4)], lambda _, a, b: torch.einsum("bhne,bme->bhnm", a, b),
+     {"kernel": "bmm", "batch": 2, "m": 48, "n": 9, "k": 4}),
+    (None, [(2, 8, 6, 9), (2, 9, 4)], lambda _, a, b: torch.einsum("bhnm,bmd->bnd", a, b), {"batch": 2, "m": 6, "n": 4, "k": 9}),
+    (None, [(4, 5, 6), (5, 6, 7)], lambda _, a, b: torch.tensordot(a, b), {"kernel": "linear", "m": 4, "n": 7, "k": 30}),
     (nn.Conv2d(8, 12, 3, 2, 1, groups=4), [(2, 8, 9, 11)], None, {"op": "conv", "batch": 2, "in_channels": 8,
      "out_channels": 12, "height": 9, "width": 11, "out_h": 5, "out_w": 6, "kernel_h": 3, "kernel_w": 3, "stride": 4,
      "groups": 4, "backward": 0}),
@@ -104,6 +109,29 @@ def test_work_of_a_transposed_convolution_and_of_a_cell() -> None:
     assert of_cell["matrix"][0] == 2 * 3 * 4 * 20 * (10 + 20)
     layers = calls(lambda self, x: self.layers(x)[0], (7, 3, 10), layers=nn.GRU(10, 20, 2, bidirectional=True))
     assert work(table_of(layers[-1:]))["matrix"][0] == 7 * 2 * 3 * 3 * 20 * (2 * (10 + 20) + 2 * (40 + 20))
+
+
+def test_convolutions_without_onednn_are_those_that_pytorch_says() -> None:
+    draw, threads, seen = random.Random(0), torch.get_num_threads(), []
+    for i in range(40):
+        dims, window, size, batch = 1 + i % 3, draw.choice([1, 3, 5]), draw.choice([6, 12, 40]), draw.choice([1, 1, 2, 16])
+        kind = getattr(nn, f"Conv{'Transpose' * (i % 2)}{dims}d")
+        module = kind(8, 16, window, draw.choice([1, 1, 2]), window // 2, groups=draw.choice([1, 1, 2]), bias=False)
+        shape = (batch, 8, *[size] * dims)
+        one, none = ([1], [0]) if dims == 1 else ([], [])  # PyTorch makes two dimensions of one
+        x, w = (t.unsqueeze(2) if one else t for t in (torch.empty(shape), module.weight))
+        sizes = (one + [*module.stride], none + [*module.padding], one + [1] * dims, bool(i % 2), none + [0] * dims)
+        row = table_of(calls(lambda self, x: self.inner(x), shape, inner=module))
+        try:
+            for cores in (1, 2):
+                torch.set_num_threads(cores)
+                with torch.inference_mode():
+                    backend = torch._C._select_conv_backend(x, w, None, *sizes, module.groups)
+                seen.append(backend.name.startswith("Slow"))
+                assert runs_without_onednn(row, cores).tolist() == [seen[-1]]
+        finally:
+            torch.set_num_threads(threads)
+    assert 10 < sum(seen) < 70
 
 
 def test_views_are_no_calls_and_what_has_no_rule_is_marked() -> None:
