@@ -51,8 +51,7 @@ def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = 
 
 
 def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """The operators of dataset folders, or of folders that contain such folders, in one table. DatasetError if there are none,
-    or a file cannot be read."""
+    """The operators of dataset folders, or of folders that contain such folders, in one table. DatasetError if it is none."""
     given = [folders] if isinstance(folders, str | Path) else folders
     files = [file for folder in map(Path, given) for file in _files(folder)]
     if not files:

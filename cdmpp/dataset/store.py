@@ -162,8 +162,7 @@ def _file_system(folder: Path) -> str:
 
 class Dataset(DatasetView):
     """A dataset in the folder ``path`` (see :mod:`cdmpp.dataset.record` for its files); ``meta`` is its ``meta.json``. Reading
-    is lazy. The first ``add_...`` keeps other writers out until :meth:`close` (the dataset is also a context manager). Not
-    thread-safe."""
+    is lazy. The first ``add_...`` keeps other writers out until :meth:`close` (or the end of a ``with``). Not thread-safe."""
 
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
         self.path = path
@@ -361,8 +360,7 @@ class Dataset(DatasetView):
 
     def finalize(self) -> None:
         """Turn the rows into parquet files, and delete the rows once the files were read back. A crash in between neither loses
-        nor duplicates rows. More can be added afterwards. After a DatasetError, such as for a full disk, the rows and the
-        former parquet files remain."""
+        nor duplicates rows. More can be added afterwards. A DatasetError, as of a full disk, loses nothing."""
         rows = self._writable()
         self._forget()
         tables = _tables(self.tasks, self.spaces, self.programs, self.records)

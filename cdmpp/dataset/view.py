@@ -1,13 +1,11 @@
 r"""Read access to a dataset, whether it is one folder or several; its labels, and how large their errors are.
 
 Let a label be the true latency times :math:`1 + e`, with :math:`e` normal of standard deviation :math:`\sigma`. A predictor
-that knows the true latency still shows a mean absolute relative error of :math:`E|e| = \sigma \sqrt{2 / \pi}`: the noise floor
-of a MAPE.
+that knows the true latency still has a MAPE, the noise floor, of :math:`E|e| = \sigma \sqrt{2 / \pi}`.
 
 *Split halves.* A record's ``noise`` is the relative difference of the labels of the two halves of its samples. Half the samples
 have :math:`\sigma_h = \sqrt 2 \sigma`, so :math:`E\,\mathrm{noise} = E|e_1 - e_2| = 2 \sigma_h / \sqrt\pi = 2 \sqrt{2 /
-\pi}\,\sigma`: the floor is **half of the mean noise**. This is exact for means of independent samples, and a good approximation
-for medians.
+\pi}\,\sigma`: the floor is **half of the mean noise**. This is exact for means of independent samples, nearly for medians.
 
 *Re-measurements.* Two records of one program and device, taken at different times, differ by :math:`E|e_1 - e_2| = 2 \sigma /
 \sqrt\pi`: the floor is **their mean relative difference over** :math:`\sqrt 2`. This includes effects that split halves miss
@@ -181,8 +179,7 @@ def error_floor(labels: pd.DataFrame, ok_records: pd.DataFrame) -> NDArray[np.fl
 
 class DatasetView:
     """One dataset, or several that :func:`cdmpp.dataset.load_datasets` reads as one: tasks, spaces, programs and records. The
-    first dataset that has a task, space or program defines it; a task has the networks of all datasets. All records are kept,
-    in order."""
+    first dataset that has a task, space or program defines it; a task has the networks of all. Records are kept in order."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -228,8 +225,7 @@ class DatasetView:
 
     @property
     def devices(self) -> Mapping[str, Device]:
-        """Device name -> its specification when the records were measured. DatasetError if a device has none, or two datasets
-        have different ones."""
+        """Device name -> its specification when the records were measured. DatasetError if a device has none or several."""
         return unite_devices({str(part.path): _stored_devices(part) for part in self.parts})
 
     def task_of(self, program: Program) -> Task:

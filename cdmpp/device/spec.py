@@ -68,8 +68,7 @@ class Device:
     #: L2 of one core of a CPU or of the whole GPU, and the last-level cache of the whole device.
     l2_kb: float | None = None
     l3_kb: float | None = None
-    #: Shared memory (LDS) and 32-bit registers of one SM (CU) that programs can use. The limits of a block are those that hold
-    #: without opting in to more.
+    #: Shared memory (LDS) and 32-bit registers of one SM (CU) that programs can use. The limits of a block are the defaults.
     shared_kb: float | None = None
     max_shared_per_block_kb: float | None = None
     registers_per_core: int | None = None

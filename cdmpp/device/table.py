@@ -265,8 +265,7 @@ _SHIPPED = Path(__file__).with_name("table.yaml")
 
 class DeviceTable:
     """Whole devices by name and alias. A later row of the same name and kind overrides the fields that it gives. ``this_cpu``
-    is this machine's CPU as detected, found as ``this-cpu``. If a row describes it, it takes that row's name and facts; else it
-    becomes a row of its own."""
+    is this machine's CPU as detected, found as ``this-cpu``. If a row describes it, it takes that row's name and facts."""
 
     def __init__(self, rows: Iterable[Device], this_cpu: Device | None = None) -> None:
         self._rows: dict[str, Device] = {}

@@ -65,8 +65,7 @@ def graph_of_fused(fused: FusedNetwork, name: str) -> NetworkTasks:
     """Build a graph with a node for every call in ``main``, in the order of execution, named after the called function.
 
     Further calls of a function are numbered. No node waits for inputs or weights. Reshapes are views. Functions that are not
-    tasks (:func:`cdmpp.program.network.task_from_prim_func`), operators that were not lowered to TIR, and branches are
-    ``unknown``."""
+    tasks (:func:`cdmpp.program.network.task_from_prim_func`), operators not lowered to TIR, and branches are ``unknown``."""
     from tvm import relax
 
     tasks = tasks_of(fused, name)

@@ -33,8 +33,7 @@ _USABLE = 0.9
 
 @dataclass(frozen=True)
 class ServingReport:
-    """Predicted latency of operators on a device; ``by_op`` and ``by_phase`` are seconds, ``unknown`` counts the operators by
-    name that have no prediction."""
+    """Predicted latency of operators on a device; ``by_op`` and ``by_phase`` are seconds, ``unknown`` counts those without."""
 
     network: str
     device: str

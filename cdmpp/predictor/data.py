@@ -77,8 +77,7 @@ class TrainingData:
 
     @cached_property
     def codegen_counts(self) -> NDArray[np.float32] | None:
-        """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none; None
-        if no pair has any. Read-only."""
+        """Instruction counts of every pair, float32 (n, len(CODEGEN_FEATURES)), NaN where there are none, or None."""
         if not self.codegen:
             return None
         codes = {name: counts_key(device) for name, device in self.devices.items()}

@@ -37,8 +37,7 @@ _IN_MEMORY = "a predictor in memory"
 @dataclass(frozen=True)
 class FinetuneResult:
     """Result of a finetuning. Without records of the device ``predictor`` is None, ``selection.tasks`` is empty, and
-    ``next_command`` profiles the tasks of ``task_file``. ``split`` is the few-shot split to score with; None if no record is
-    left to score."""
+    ``next_command`` profiles the tasks of ``task_file``. ``split`` is the few-shot split to score with, if any is left."""
 
     predictor: Predictor | None
     split: Split | None
@@ -98,8 +97,7 @@ def few_shot(
 ) -> tuple[Predictor, Split]:
     """Finetune a predictor that never saw a device on ``k`` of its tasks; also gives the split that tests on its other tasks.
     Tasks are chosen among those with records on the device and on another one; other arguments as in :func:`finetune`.
-    PredictorError: the predictor was trained on the device; there are no records of it; fewer than two programs. SplitError:
-    no task is left to test."""
+    PredictorError: the predictor was trained on the device; it has no records; fewer than two programs. SplitError: no test."""
     name = _device_name(device, data)
     if name in predictor.training.get("records_by_device", predictor.devices):
         raise PredictorError(f"the predictor was trained on {name}: few-shot starts from one that never saw it")

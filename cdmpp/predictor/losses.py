@@ -31,8 +31,7 @@ def hybrid_loss(
 ) -> torch.Tensor:
     """``mse_weight * MSE`` of standardised labels (n,), predicted and true, plus ``mape_weight * MAPE`` of seconds.
 
-    ``log_target_s`` (n,) is the natural logarithm of the true latency, and ``log_reference`` that of the reference if the
-    transform is relative."""
+    ``log_target_s`` (n,) is the natural logarithm of the true latency, ``log_reference`` that of the reference, if any."""
     loss = config.mse_weight * torch.mean((label - target) ** 2)
     if config.mape_weight:
         log_predicted = transform.log_inverse(label, log_reference)

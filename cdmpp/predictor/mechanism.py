@@ -376,8 +376,7 @@ def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple
 
 
 def _decode(size: dict[str, FloatArray], cores: float, padded: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """For attention of one query a sequence: number of blocks that the busiest core processes one after the other, scores that
-    each computes, and launches.
+    """For attention of one query a sequence: blocks that the busiest core processes in turn, scores of each, and launches.
 
     A block takes the queries of up to 64 heads that share keys, rounded up to ``padded``, and one split of the keys. Splits
     fill the cores and are added up afterwards (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv 2501.01005, section 3.3)."""

@@ -29,18 +29,12 @@ from cdmpp.files import read_json, write_text
 from cdmpp.predictor.checkpoint import load_tensors, save_tensors
 from cdmpp.predictor.encoding import Correction, waves
 from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, Mechanism, mechanism, without_unit
-from cdmpp.predictor.solvers import (
-    FRAMEWORK,
-    OPERATOR,
-    VENDOR,
-    SolverModel,
-    fit_network,
-    fit_solvers,
-    network_of,
-    standardised,
-)
 from cdmpp.program.aten import runs_without_onednn
 from cdmpp.program.operators import ELEMENT_BYTES, OPERATORS, SIZES, WEIGHTS_ONLY, operator_table, operator_text
+
+from cdmpp.predictor.solvers import (  # isort: skip
+    FRAMEWORK, OPERATOR, VENDOR, SolverModel, fit_network, fit_solvers, network_of, standardised,
+)  # fmt: skip
 
 FloatArray = NDArray[np.float64]
 
@@ -111,9 +105,9 @@ _ROWS = 2500
 _REACH = 0.5
 #: ATen operators with fewer labels have no input of their own: networks cannot distinguish them from others of their kind.
 _LEAST_LABELS = 10
-#: Rows of a training step, fewest epochs; width of the networks and number of steps. CPU labels repeat to within a few per cent
-#: and are of one framework: a larger width and more steps reduced the error on left-out operators from 19.2 to 15.6 %.
-_BATCH, _LEAST_EPOCHS, _SIZE = 1024, 14, {"gpu": (96, 2600), "cpu": (256, 5000)}
+#: Rows of a training step, fewest epochs; width of the networks, number of steps, and highest rate. CPU labels are of one
+#: framework and repeat to within a few per cent: twice the steps, 12 times the rate, or a width of 400 do not help further.
+_BATCH, _LEAST_EPOCHS, _SIZE = 1024, 14, {"gpu": (96, 2600, 0.003), "cpu": (256, 5000, 0.018)}
 #: The most operators of one device, data type and direction that solvers are learned from; prefix of the names of their
 #: networks' tensors; and the least probability of being able to run with which a solver is listed.
 _SOLVER_ROWS, _OF_SOLVERS, _CAN_RUN = 900, "solvers", 0.3
@@ -429,8 +423,7 @@ def encode(
     constants: Mapping[str, Constants],
     inputs: Sequence[Sequence[str]] = (),
 ) -> tuple[NDArray[np.float32], FloatArray]:
-    """The networks' inputs of operators, float32 (n, inputs), and the estimate in seconds, (n,). A device or framework of None
-    stands for each row's own."""
+    """The networks' inputs of operators, float32 (n, inputs), and the estimate in seconds, (n,); None: each row's own."""
     inputs = inputs or _INPUTS
     estimate = np.empty(len(table))
     if device is None:
@@ -541,7 +534,7 @@ def train(
         raise PredictorError("an operator model needs labels of operators to learn from")
     table = table.reset_index(drop=True)
     device_kind = get_device(str(table["device"][0])).kind
-    width, steps = _SIZE[device_kind]
+    _, steps, _ = _SIZE[device_kind]
     epochs = epochs or max(_LEAST_EPOCHS, round(steps * _BATCH / len(table)))
     family = table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
     part, one_family = family, len(set(family)) < 2
@@ -553,14 +546,14 @@ def train(
     for done, number in enumerate(numbers):
         progress(done, len(numbers) + 1)
         mine = part == number
-        without = _fitted(table[~mine].reset_index(drop=True), max(1, members // 2), epochs, width, seed)
+        without = _fitted(table[~mine].reset_index(drop=True), max(1, members // 2), epochs, seed)
         estimate[mine], logs[mine] = without.parts(table[mine])
     progress(len(numbers), len(numbers) + 1)
     if one_family:  # no other family can tell how far to trust the networks: they count in full everywhere
         left = table.assign(left_out_s=estimate * np.exp(logs), left_out_estimate_s=estimate)
         errors = _errors(left.assign(framework=BEST), left["left_out_s"])
         trust = dict.fromkeys(map(str, np.unique(kinds(table))), 1.0)
-        return replace(_fitted(table, members, epochs, width, seed), trust=trust, seen=errors), left
+        return replace(_fitted(table, members, epochs, seed), trust=trust, seen=errors), left
     measured, kind = np.log(table["seconds"].to_numpy(dtype=np.float64)) - np.log(estimate), kinds(table)
     least = _FAMILIES_TO_TRUST[device_kind]
     trust = {str(k): _trust(measured, logs, kind == k, family, least) for k in np.unique(kind)}
@@ -570,7 +563,7 @@ def train(
             at = (family == number) & (kind == k)
             trusted[at] = _trust(measured, logs, (kind == k) & (family != number), family, least)
     left = table.assign(left_out_s=estimate * np.exp(trusted * logs), left_out_estimate_s=estimate)
-    model = replace(_fitted(table, members, epochs, width, seed), trust=trust, unseen=_errors(left, left["left_out_s"]))
+    model = replace(_fitted(table, members, epochs, seed), trust=trust, unseen=_errors(left, left["left_out_s"]))
     own_estimate, own_logs = model.parts(table)
     return replace(model, seen=_errors(table, own_estimate * np.exp(own_logs))), left
 
@@ -629,7 +622,8 @@ def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
     return groups.agg(median_ape="median", mape="mean", n="size").reset_index().to_dict("records")
 
 
-def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: int) -> OperatorModel:
+def _fitted(table: pd.DataFrame, members: int, epochs: int, seed: int) -> OperatorModel:
+    width, _, rate = _SIZE[get_device(str(table["device"][0])).kind]
     constants = fit_constants(table)
     inputs = inputs_of(table)
     rows, estimate = encode(table, None, None, constants, inputs)
@@ -649,7 +643,7 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
         huber = nn.functional.huber_loss(found.squeeze(-1), labels[at], reduction="none", delta=0.1)
         return (huber * weights[at]).mean()
 
-    networks = [fit_network(scaled, 1, width, epochs, seed + member, loss) for member in range(members)]
+    networks = [fit_network(scaled, 1, width, epochs, seed + member, loss, rate) for member in range(members)]
     of_kind = pd.Series(kinds(table)).groupby(table["device"].to_numpy())
     devices = {str(name): sorted(set(own)) for name, own in of_kind}
     return OperatorModel(constants, tuple(networks), mean, std, devices, inputs)
@@ -657,8 +651,7 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, width: int, seed: in
 
 def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
     """Fit constants of each kind to the fastest kernels of all devices, which weigh the same. If there are GPUs of several
-    vendors, whose libraries differ, each vendor also gets its own (``gemm float32@amd``). A kind without labels gets those of
-    the kind most like it."""
+    vendors, whose libraries differ, each vendor also gets its own (``gemm float32@amd``). One without labels gets another's."""
     found: dict[str, Constants] = {}
     of_kind = pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str)
     best = (table["framework"] == BEST).to_numpy()

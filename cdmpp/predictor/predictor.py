@@ -427,8 +427,7 @@ def predict_program_file(
     measured: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Predicted latency of one program (:func:`load_program`); ``compiled`` and ``measured`` as in :meth:`Predictor.predict`.
-    ``low_s``, ``high_s`` and ``unfamiliar`` are None if the predictor lacks what they need; ``note`` is
-    :func:`prediction_note`."""
+    ``low_s``, ``high_s`` and ``unfamiliar`` may be None; ``note`` is :func:`prediction_note`."""
     program = load_program(path)
     resolved = get_device(device)
     ast = compact_asts([program])[0]

@@ -59,8 +59,7 @@ def select_tasks(
     available: Collection[str] | None = None,
 ) -> TaskSelection:
     """Choose ``k`` tasks (all if there are fewer) to measure on a new device, among those in ``rows`` of ``data.labels`` (None:
-    all). Latencies are not used. Equal arguments give an equal choice. PredictorError: ``k`` below 1, an unknown ``select``, or
-    no task.
+    all). Latencies are not used. Equal arguments, equal choice. PredictorError: ``k`` below 1, no such ``select``, no task.
 
     Tasks are compared by the predictor's embeddings (:func:`embed_programs`), or without a predictor by :func:`ast_features`
     standardised over the tasks; ``select="random"`` is the baseline. A task that is not ``available`` (None: all are) is

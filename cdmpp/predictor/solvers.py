@@ -86,13 +86,14 @@ def fit_network(
     epochs: int,
     seed: int,
     loss: Callable[[torch.Tensor, torch.Tensor], Any],
+    rate: float = _RATE,
 ) -> nn.Module:
-    """Train a network; ``loss`` takes the outputs of a batch and the numbers of its rows."""
+    """Train a network; ``loss`` takes the outputs of a batch and the numbers of its rows, ``rate`` is the highest."""
     torch.manual_seed(seed)
     network = network_of(rows.shape[1], width, outputs)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=1e-2)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=1e-2)
     batch = min(_BATCH, len(rows))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=epochs * (len(rows) // batch) + 1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=epochs * (len(rows) // batch) + 1)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         order = torch.randperm(len(rows), generator=generator)

@@ -123,8 +123,7 @@ class Trainer:
     def fit(
         self, checkpoint: Callable[[TrainerState], None] | None = None, progress: ProgressCallback | None = None
     ) -> TrainerState:
-        """Train to the last epoch or until patience runs out. After each epoch, ``checkpoint`` gets the state and
-        ``progress`` the epoch's line."""
+        """Train to the last epoch or until patience runs out. Each epoch ``checkpoint`` gets the state, ``progress`` a line."""
         config, state = self._config, self._state
         with torch_threads(config.threads):
             self._started = time.perf_counter()

@@ -1,5 +1,4 @@
-"""Loops of x86-64 instructions, assembled in memory. A loop takes the number of iterations, the address of a buffer and one
-more argument."""
+"""Loops of x86-64 instructions, assembled in memory. One takes a number of iterations, a buffer and another argument."""
 
 from __future__ import annotations
 

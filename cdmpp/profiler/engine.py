@@ -37,8 +37,7 @@ class SamplingPlan:
     max_samples: int = 24
     #: Sampling stops when the split-half difference is at most this (0.01 is 1 %).
     target_noise: float = 0.01
-    #: Seconds that one program's samples may take. So slow programs get fewer samples, but at least two: a long sample
-    #: averages out its own noise.
+    #: Seconds that one program's samples may take. So slow programs get fewer (long) samples, but at least two.
     max_measure_s: float = 0.25
     #: Seconds that one program's samples may wait, in all, for the core to be undisturbed.
     max_wait_s: float = 0.6
@@ -192,8 +191,7 @@ def build_worker(connection: Connection, builder: Builder) -> None:
 
 
 class Executor:
-    """Starts builders, and a measuring process on each of `core_groups`, on this machine; :mod:`cdmpp.profiler.ray` does so on
-    a cluster."""
+    """Starts builders, and a measuring process on each of `core_groups`, here; in a cluster :mod:`cdmpp.profiler.ray`."""
 
     #: Whether all these processes see this machine's files.
     local = True

@@ -69,8 +69,7 @@ def profile_library(
 ) -> LibraryReport:
     """Measure every distinct operator of networks with PyTorch on cores of this machine; ``resume`` continues a run that was
     killed. ProfilerError: the device is not this machine's CPU, or has more cores than this process may use. DatasetError:
-    there is a dataset already and `resume` is not set, or it is of another device. NetworkError: a network cannot be
-    found or exported."""
+    there is a dataset already and `resume` is not set, or it is of another device. NetworkError: no such network."""
     import torch
 
     device = get_device(device)

@@ -33,8 +33,7 @@ _RELOCATABLE = 1
 
 @dataclass(frozen=True)
 class Tracker:
-    """Boards that are registered under one key; programs run on them with ``threads`` threads. If all boards are taken, wait up
-    to ``free_s`` seconds for one."""
+    """Boards that are registered under one key; programs run on them with ``threads`` threads. Waits ``free_s`` for one."""
 
     host: str
     port: int

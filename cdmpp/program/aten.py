@@ -57,9 +57,7 @@ def _calls(graph: Any, weights: Set[Any]) -> list[Call]:
         kind = _kind(name)
         if not _tensors(node) or kind == "view" or (kind == "maybe_view" and _is_view(node)):
             continue
-        inner = None if name in _RULES or kind else _made_of(node)
-        same = zip(inner.nodes if inner else (), node.all_input_nodes, strict=False)  # a graph's first nodes are its inputs
-        made_of = _calls(inner, {i for i, outer in same if outer in weights}) if inner else []
+        made_of = [] if name in _RULES or kind else _made_of(node, weights)
         if any(call.known for call in made_of):
             calls += made_of
             continue
@@ -70,26 +68,25 @@ def _calls(graph: Any, weights: Set[Any]) -> list[Call]:
     return calls
 
 
-def _made_of(node: Any) -> Any:
-    """The graph of what PyTorch runs for an operator such as ``einsum``; None if it is one of its own, or an ONNX operator with
-    other arguments."""
+def _made_of(node: Any, weights: Set[Any]) -> list[Call]:
+    """What PyTorch runs for an operator such as ``einsum``: nothing for one of its own, or an ONNX one with other arguments."""
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.node import map_arg
 
-    if not getattr(node.target, "_can_decompose", bool)():
-        return None
     given = node.all_input_nodes
 
     def run(*tensors: Any) -> Any:
         values = dict(zip(given, tensors, strict=True))
         return node.target(*map_arg(node.args, values.get), **map_arg(node.kwargs, values.get))
 
-    with contextlib.suppress(Exception):
-        graph = make_fx(run)(*map(_value, given)).graph
-        for inner in graph.nodes:
-            inner._rename(f"{node.name}_{inner.name}")
-        return graph
-    return None
+    if getattr(node.target, "_can_decompose", bool)():
+        with contextlib.suppress(Exception):
+            graph = make_fx(run)(*map(_value, given)).graph
+            for inner in graph.nodes:
+                inner._rename(f"{node.name}_{inner.name}")
+            first = zip(graph.nodes, given, strict=False)  # the inputs
+            return _calls(graph, {inner for inner, outer in first if outer in weights})
+    return []
 
 
 def table_of(calls: Sequence[Call]) -> pd.DataFrame:
@@ -105,19 +102,14 @@ def table_of(calls: Sequence[Call]) -> pd.DataFrame:
 def runs_without_onednn(table: pd.DataFrame, threads: float) -> NDArray[np.bool_]:
     """Whether a CPU's convolutions are PyTorch's own loops, (n,): small ones are, and single images of windows of 1 x 1 on one
     thread (``ConvParams::use_mkldnn`` in ``aten/src/ATen/native/Convolution.cpp`` of PyTorch 2.13)."""
-    back = (table["backward"] == 1).to_numpy()
-    channels, height, width = (
-        np.where(back, table[result], table[image])
-        for image, result in (("in_channels", "out_channels"), ("height", "out_h"), ("width", "out_w"))
-    )
+    ends = (("in_channels", "out_channels"), ("height", "out_h"), ("width", "out_w"))
+    channels, rows, columns = (table[image].where(table["backward"] != 1, table[result]) for image, result in ends)
     # the rule multiplies the input's first four dimensions, which do not include the width of a volume
-    volumes = table["kernel"].astype(str).str.endswith("3d").to_numpy()
-    elements = table["batch"].to_numpy() * channels * height * np.where(volumes, 1.0, width)
-    windows = table[["kernel_h", "kernel_w"]].to_numpy()
-    strided = (table[["stride", "dilation"]] > 1).to_numpy().any(1)
-    fast = strided | (table["batch"] >= 16).to_numpy() | (windows > 1).any(1) | (threads > 1)
-    large = (table[["groups", "batch"]] > 1).to_numpy().any(1) | (windows > 3).all(1) | (elements > 20480)
-    return (table["op"] == "conv").to_numpy() & ~(fast & large)
+    volumes = table["kernel"].astype(str).str.endswith("3d")
+    elements = table["batch"] * channels * rows * columns.mask(volumes, 1.0)
+    fast = table.eval("stride > 1 or dilation > 1 or batch >= 16 or kernel_h > 1 or kernel_w > 1") | (threads > 1)
+    large = table.eval("groups > 1 or batch > 1 or (kernel_h > 3 and kernel_w > 3)") | (elements > 20480)
+    return ((table["op"] == "conv") & ~(fast & large)).to_numpy()
 
 
 def arguments_of(call: Call, copies: int = 1) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -214,20 +206,16 @@ def _run(node: Any) -> float:
 
 
 def _product(node: Any) -> dict[str, Any]:
-    """``mm``, ``bmm`` and ``matmul``; also ``addmm`` and ``baddbmm``, whose first argument is the addend."""
+    """``mm``, ``bmm``, ``matmul``; ``linear``, with weights (n, k); ``addmm``, ``baddbmm``, whose first argument is added."""
     first = 1 if "add" in str(node.target) else 0
     x, y = (_value(arg).shape for arg in node.args[first : first + 2])
+    y = y[::-1] if "linear" in str(node.target) else y
     k = x[-1]
     if len(y) <= 2:
         return {"op": "gemm", "m": math.prod(x[:-1]), "n": y[-1] if len(y) == 2 else 1, "k": k}
     out = _value(node).shape
     rows = out[-2] if len(x) > 1 else 1
     return {"op": "gemm", "batch": math.prod(out) / (rows * out[-1]), "m": rows, "n": out[-1], "k": k}
-
-
-def _linear(node: Any) -> dict[str, Any]:
-    x, w = (_value(arg).shape for arg in node.args[:2])
-    return {"op": "gemm", "m": math.prod(x[:-1]), "n": w[0], "k": w[-1]}
 
 
 def _conv(node: Any) -> dict[str, Any]:
@@ -305,8 +293,7 @@ def _recurrent(op: str) -> Callable[[Any], dict[str, Any]]:
 
 _last = _rows("softmax", lambda node: _value(node.args[0]).shape[node.args[1]])
 _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "linear": _linear,
-    **dict.fromkeys(("mm", "mv", "bmm", "matmul", "linalg_matmul", "addmm", "baddbmm"), _product),
+    **dict.fromkeys(("linear", "mm", "mv", "bmm", "matmul", "linalg_matmul", "addmm", "baddbmm"), _product),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _conv),
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("softmax", "log_softmax", "_softmax", "_log_softmax"), _last),
@@ -316,7 +303,8 @@ _RULES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "instance_norm": _rows("layernorm", lambda node: math.prod(_value(node.args[0]).shape[2:])),
     "batch_norm": _rows("batchnorm", lambda node: math.prod(_value(node.args[0]).shape[2:])),
     "embedding": lambda node: {"op": "embedding", "m": _elements(node.args[1]), "n": _value(node.args[0]).shape[-1]},
-    **dict.fromkeys((f"{kind}_pool{n}d{more}" for n in (1, 2, 3) for kind, more in (("max", ""), ("max", "_with_indices"), ("avg", ""))), _pool),
+    **dict.fromkeys((f"{kind}_pool{n}d" for n in (1, 2, 3) for kind in ("max", "avg")), _pool),
+    **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), _pool),
     "lstm_cell": _cell("lstm"),
     "gru_cell": _cell("gru"),
     "lstm": _recurrent("lstm"),

@@ -93,11 +93,9 @@ def load_network(spec: Network | str | Path, shapes: Mapping[str, Sequence[int]]
 
     ``spec``: ``resnet18``, ``resnet18@b4`` (batch 4), ``resnet18@s160`` (images of 160 x 160, or sequences of 160),
     ``resnet18@s160b4``, ``path/to/model.onnx``. The dynamic batch of a file is 1 unless ``@b4`` follows its name.
-    ``operators@s7`` is the seventh draw of :mod:`cdmpp.program.zoo.operators`. ``shapes``: input name -> shape, for files with
-    other dynamic extents.
+    ``operators@s7`` is the seventh draw of :mod:`cdmpp.program.zoo.operators`. ``shapes``: name -> shape of dynamic inputs.
 
-    NetworkError: unknown name (the message suggests similar ones), bad batch or size, missing or unreadable file, unknown
-    shape."""
+    NetworkError: unknown name (the message suggests similar ones), bad batch or size, no readable file, unknown shape."""
     if not isinstance(spec, str | Path):
         return spec
     text = str(spec)
@@ -503,8 +501,7 @@ def _multiply_powers(module: Any) -> Any:
 
 
 def _constants_to_parameters(module: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Turn the constant tensors of ``main`` into parameters after its inputs, so that they are not part of a task. Returns the
-    module and their values."""
+    """The constants of ``main`` made parameters after its inputs, so that they are not part of a task, and their values."""
     from tvm import relax
 
     @relax.expr_functor.mutator

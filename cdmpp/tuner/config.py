@@ -122,8 +122,7 @@ class Curve:
     def gain(self, seconds: float = 60.0) -> float | None:
         """Expected decrease within the next `seconds`, as a fraction of the latency now; None with too few points. Tuning
         curves are close to straight on logarithmic axes: ``log(latency) = a - b log(time)`` is fitted by least squares to the
-        points of the later three quarters of the time. The result is a guess about luck, and does not hold once the design
-        space is exhausted."""
+        points of the later three quarters of the time. The result is a guess about luck, while there are programs left."""
         now = self.points[-1].wall_s if self.points else 0.0
         recent = [p for p in self.points if p.wall_s >= now / 4 and p.wall_s > 0]
         if len(recent) < _LEAST_POINTS or recent[0].wall_s == now:
@@ -159,8 +158,7 @@ class TuneConfig:
     validity: ValidityModel | str | Path | None = "default"
     #: Candidates in a round.
     batch: int = 16
-    #: ``"cdmpp"`` for our search (:mod:`cdmpp.tuner.candidates`), ``"metaschedule"`` for TVM's evolutionary search. TVM's cost
-    #: models always use the latter.
+    #: ``"cdmpp"`` for our search (:mod:`cdmpp.tuner.candidates`), ``"metaschedule"`` for TVM's, as its cost models need.
     search: str = "cdmpp"
     #: Programs in a generation of MetaSchedule's evolutionary search (TVM's default is 512), and number of generations (TVM's
     #: default is 4): each round asks for about ``population * (generations + 1)`` predictions.

@@ -10,8 +10,7 @@ its task :math:`t`, with the covariance
 
 of an offset common to all programs (c), a smooth part that tasks share (s), a task's own offset (o) and smooth part (w), and
 noise (n). Far from all measured programs the correction returns to 0, so the prediction is the predictor's own. Nothing that
-it knew is lost; gradient steps on its weights could not promise that. Fitting a few hundred records takes milliseconds, in
-closed form.
+it knew is lost; gradient steps on its weights could not promise that. Fitting a few hundred records takes milliseconds.
 
 Leave-one-out and leave-task-out predictions are exact and cost nothing beyond the inverse (Rasmussen and Williams,
 Gaussian Processes for Machine Learning, 2006, eqs. 5.10 to 5.12). They select one of a few kernels, decide whether tasks learn
@@ -328,8 +327,7 @@ class OnlineModel:
 
     def interval(self, task: str, programs: Encoded, coverage: float) -> tuple[FloatArray, FloatArray]:
         """Lower and upper ends of the measurement's interval in seconds, (n,) each: (0, inf) if it is unknown. With too few
-        records it is the prior's interval. It is conformal, but that guarantee holds for random programs, and a search picks
-        the best of many."""
+        records it is the prior's interval. It is conformal, but that holds for random programs, and a search picks the best."""
         seconds, correction = self.predict(task, programs), self._correction
         of_prior = self.prior.half_width(coverage)
         half = np.full(len(programs), math.inf if of_prior is None else of_prior)
@@ -389,8 +387,7 @@ class CostModel(PyCostModel):
     to ``ms.tune_tir``, ``ms.relax_integration.tune_relax`` etc. (examples, and what saves time: docs/metaschedule.md).
 
     `predictor` is a predictor, its folder, or ``"default"``; None is an analytical estimate. `device` includes its share:
-    ``this-cpu@1``. Raises PredictorError if the predictor was trained on no device of this kind, UnknownDeviceError if there is
-    no such device."""
+    ``this-cpu@1``. Raises PredictorError if the predictor was trained on no device of this kind, UnknownDeviceError."""
 
     def __init__(self, predictor: Predictor | str | Path | None, device: str | Device) -> None:
         super().__init__()

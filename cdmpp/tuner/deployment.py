@@ -1,7 +1,6 @@
 """A whole network compiled with and without tuned schedules, and run side by side in the Relax VM.
 
-The modules differ only in the schedules of the tasks. Without schedules LLVM compiles the loops as the operators define them,
-which is TVM's default on a CPU.
+The modules differ only in the schedules of the tasks. Without schedules LLVM compiles the loops as the operators define them.
 
 A sample is *quiet* as in :mod:`cdmpp.profiler.cpu`: the core was undisturbed right before and after it and the thread was not
 preempted. On a rented machine disturbances leave gaps of ten to a hundred milliseconds, into which a short run fits. A longer

@@ -189,8 +189,7 @@ def make_engine(
     config: TuneConfig, device: Device, degree: int, executor: Executor | None = None, *, overlap: bool = True
 ) -> Engine:
     """The engine of a tuning. It measures `degree` programs at a time on a device of this machine, or runs them by `executor`.
-    Without `overlap` nothing is built on a CPU during measurements. A CPU's builders have all cores, or as many as its shards
-    have."""
+    Without `overlap` nothing is built on a CPU during measurements. A CPU's builders have all cores, or those of its shards."""
     options = _timing(config)
     if device.kind == "gpu":
         from cdmpp.profiler.gpu.sampling import GpuConfig, GpuMeasurer

@@ -85,8 +85,7 @@ _DEMANDS: dict[str, str] = {
     "block_local_registers": "registers_per_block",
     "block_tile_registers": "registers_per_block",
 }
-#: Columns of :func:`validity_features`. None identifies a device: a model trained on some devices predicts for others from
-#: their limits.
+#: Columns of :func:`validity_features`. None identifies a device: for others than those trained on, limits say it.
 VALIDITY_FEATURES: tuple[str, ...] = (
     *(f"sum_{name}" for name in LEAF_FEATURES if name not in _OF_PROGRAM),
     *(f"max_{name}" for name in LEAF_FEATURES if name not in _OF_PROGRAM),

@@ -88,8 +88,7 @@ def run_worker(
     folder: Path,
 ) -> None:
     """Answer method calls on :class:`~cdmpp.tuner.session.Searches` (runs in its own process). An answer is the result or an
-    error, CPU seconds, records for the database as (task, ``TuningRecord.as_json``), and messages to show. `folder` is the
-    tuning's."""
+    error, CPU seconds, records for the database as (task, ``TuningRecord.as_json``), and messages to show."""
     machine.die_with_parent()
     machine.pin(cores)
     os.environ["OMP_NUM_THREADS"] = str(len(cores))

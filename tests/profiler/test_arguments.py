@@ -8,19 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cdmpp.profiler.arguments import (
-    TOLERANCE,
-    Reference,
-    index_bound,
-    integer_range,
-    output_error,
-    positions,
-    reference_inputs,
-    summarise_outputs,
-)
 from cdmpp.profiler.cpu import Arguments
 from cdmpp.profiler.gpu.build import task_reference
 from tests.samples.programs import matmul_task
+
+from cdmpp.profiler.arguments import (  # isort: skip
+    TOLERANCE, Reference, index_bound, integer_range, output_error, positions, reference_inputs, summarise_outputs,
+)  # fmt: skip
 
 SPECS = (((6, 9), "float32"), ((5, 7), "int64"), ((300,), "int8"), ((300,), "uint8"))
 

@@ -19,17 +19,10 @@ from cdmpp.profiler.cpu import CpuConfig
 from cdmpp.profiler.engine import BuildJob, Outcome
 from cdmpp.profiler.machine import core_groups
 from cdmpp.program.codegen import ObjectCache
-from tests.samples.programs import (
-    QUICK_CPU,
-    TARGET,
-    as_it_is,
-    endless_task,
-    matmul_task,
-    quick_engine,
-    sampled,
-    segfault_task,
-    slow_build_task,
-)
+
+from tests.samples.programs import (  # isort: skip
+    QUICK_CPU, TARGET, as_it_is, endless_task, matmul_task, quick_engine, sampled, segfault_task, slow_build_task,
+)  # fmt: skip
 
 
 def measure(jobs: list[BuildJob], config: CpuConfig = QUICK_CPU, target: dict[str, Any] = TARGET) -> dict[str, Outcome]:

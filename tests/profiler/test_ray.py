@@ -30,17 +30,11 @@ from cdmpp.profiler.ray import CORES_VARIABLE, Node, RayExecutor, RayWorker, che
 from cdmpp.profiler.session import ProfileConfig, profile
 from cdmpp.program.types import Program
 from cdmpp.tuner.tuning import tune_tasks
-from tests.samples.programs import (
-    QUICK_CPU,
-    QUICK_PLAN,
-    QUICK_PROFILE,
-    TARGET,
-    as_it_is,
-    matmul_task,
-    sampled,
-    slow_build_task,
-)
 from tests.samples.tuning import tune_config
+
+from tests.samples.programs import (  # isort: skip
+    QUICK_CPU, QUICK_PLAN, QUICK_PROFILE, TARGET, as_it_is, matmul_task, sampled, slow_build_task,
+)  # fmt: skip
 
 # The clusters of these tests ask for no token, whatever the user of this machine has.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")

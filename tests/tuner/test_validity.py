@@ -23,23 +23,13 @@ from cdmpp.tuner import validity
 from cdmpp.tuner.candidates import TaskTuner
 from cdmpp.tuner.cost_model import GuardedModel
 from cdmpp.tuner.results import DATASET_FOLDER
-from cdmpp.tuner.validity import (
-    LIMITS,
-    VALIDITY_FEATURES,
-    OnlineValidity,
-    ValidityData,
-    ValidityGuard,
-    ValidityModel,
-    initial_population,
-    limits_of,
-    make_guard,
-    pooled,
-    read_validity,
-    train_validity,
-    validity_features,
-)
 from tests.samples.programs import matmul_task
 from tests.samples.tuning import SEARCH, FakeEngine, made_up_latency_s, outcome_of, tuned
+
+from cdmpp.tuner.validity import (  # isort: skip
+    LIMITS, VALIDITY_FEATURES, OnlineValidity, ValidityData, ValidityGuard, ValidityModel, initial_population,
+    limits_of, make_guard, pooled, read_validity, train_validity, validity_features,
+)  # fmt: skip
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("on_zen3")

@@ -1,7 +1,6 @@
 """NeuSight's traces as graphs of library tasks.
 
-A trace lists the nodes of a torch.fx graph in the order of execution, with the operators of each phase. To read it, one must
-know:
+A trace lists the nodes of a torch.fx graph in the order of execution, with the operators of each phase. To read it:
 
 * for a language model, a trace holds only **one** of its equal **layers**; NeuSight repeats it when it adds up a network
   (``aggregate_gpt`` in its source). Here ``layers`` and ``layer_bounds`` of ``importers.yaml`` set the ``repeat`` of nodes;

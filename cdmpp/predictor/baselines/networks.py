@@ -76,8 +76,7 @@ class LstmNetwork(nn.Module):
 
 class LstmModel(NetworkModel):
     """An LSTM over the leaves, after Tiramisu's cost model (Baghdadi et al., MLSys'21); predicts log seconds. Tiramisu's is
-    recursive, with one LSTM per level of the loop tree. The compact AST is flat, so a single LSTM reads it in pre-order,
-    with positions."""
+    recursive, with one LSTM per level of the loop tree. The compact AST is flat, so a single LSTM reads it in pre-order."""
 
     name = "lstm"
     label = "log"

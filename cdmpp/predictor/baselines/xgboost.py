@@ -79,8 +79,7 @@ def save_per_store(path: str | Path, features: Mapping[str, NDArray[np.float32]]
 
 
 def load_per_store(path: str | Path) -> dict[str, NDArray[np.float32]]:
-    """Read a file of :func:`save_per_store`. Raises FeatureMismatchError if it has another feature set, DatasetError if it is
-    missing or damaged."""
+    """Read a file of :func:`save_per_store`. FeatureMismatchError: another feature set; DatasetError: missing or damaged."""
     with raised_as(DatasetError, f"{path}: cannot read per-store features", pa.ArrowException):
         table = pq.read_table(path)
     found = (table.schema.metadata or {}).get(b"feature_set", b"none").decode()

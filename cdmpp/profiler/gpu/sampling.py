@@ -265,8 +265,7 @@ class Sampler:
 
 def gpu_worker(connection: Connection, config: GpuConfig, arguments: Mapping[str, Any]) -> None:
     """Serve one :class:`MeasureJob` after another until the connection closes (runs in its own process). Sends
-    :class:`GpuFacts` (or a ProfilerError if there is no GPU), then the messages of :class:`Sampler`, and the :class:`GpuFault`
-    that ends it, if any."""
+    :class:`GpuFacts` (or a ProfilerError if there is no GPU), then the messages of :class:`Sampler`, or a :class:`GpuFault`."""
     machine.die_with_parent()
     try:
         gpu = make_gpu(config.gpu, arguments)

@@ -83,8 +83,7 @@ class Collected:
     gather: IntArray
     #: int64 (cells,): accesses with an index that cannot be analysed.
     opaque: IntArray
-    #: int64 (cells, 2): first and last row of an access whose flat address is affine although its indices are not; the last
-    #: row then holds the address.
+    #: int64 (cells, 2): first and last row of an access whose flat address (in the last) is affine unlike its indices.
     flat: IntArray
 
 

@@ -46,8 +46,7 @@ FloatArray = NDArray[np.float64]
 def codegen_features(path: str | Path, core: Core) -> NDArray[np.float32]:
     """Counts of an object file or shared object, and the cycles it takes on a core, float32 (len(CODEGEN_FEATURES),).
 
-    Raises ProgramError if it is not an object file for x86-64, has no symbols or has no function of a program; CdmppError as
-    :func:`require_decoder` does."""
+    ProgramError: it is no object file for x86-64, or has no function of a program. CdmppError: there is no decoder."""
     require_decoder()
     from cdmpp.program.codegen.disassemble import read_functions
 

@@ -121,8 +121,7 @@ def throughput(parts: Sequence[_Code], core: Core) -> tuple[float, float, float]
 
 
 def cycles_of_chain(body: Sequence[Instruction], core: Core) -> float:
-    """Cycles from one iteration of a loop to the next due to its dependences alone, with unlimited units. ``body`` is in the
-    order of the code."""
+    """Cycles from one iteration of a loop (``body``) to the next by its dependences alone, with unlimited units."""
     iterations = max(_LEAST, min(_MOST, _FOLLOWED // len(body)))
     stores = {i.memory for i in body if i.stores and i.memory is not None}
     plan = []

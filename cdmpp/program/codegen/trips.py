@@ -58,8 +58,7 @@ class TripCounts:
         return sum(trips is None for trips, _ in self._found.values())
 
     def step(self, number: int, location: Location) -> int | None:
-        """By how much a location changes in an iteration of a loop, including the loops inside it; None if that is not known
-        or not always the same."""
+        """By how much a location changes in an iteration of a loop, with the loops inside it; None if unknown or varying."""
         loop, after = self.graph.loops[number], self.values.after
         start: Value = (("iteration", loop.header, location), 0)
         ends = {value_at(after[latch], location) for latch in loop.latches if latch in after}
@@ -121,8 +120,7 @@ class TripCounts:
         return _iterations(start[1] - end[1], step - end_step, condition)
 
     def part_taken(self, block: int) -> float | None:
-        """Share of the runs of a block in which the jump at its end is taken, if the counter of a loop around it decides; None
-        if that is not known."""
+        """Share of a block's runs in which the jump at its end is taken, if the counter of a loop around it decides."""
         if block not in self._parts:  # needed for both successors of the block
             self._parts[block] = self._part_taken(block)
         return self._parts[block]
@@ -144,8 +142,7 @@ class TripCounts:
         return None
 
     def _induction(self, number: int, value: Value) -> tuple[Value, int] | None:
-        """A value in the first iteration of a loop, and by how much it grows in each further iteration; None if it changes in
-        any other way."""
+        """A value in a loop's first iteration, and by how much it grows in each further one; None if it changes otherwise."""
         loop, location = self.values.counter(value) or (None, "")
         if loop != number:
             return (self._final_value(value, number), 0) if self.values.is_fixed(value, number) else None
@@ -153,8 +150,7 @@ class TripCounts:
         return None if step is None else (self._final_value((symbol, offset + value[1]), number), step)
 
     def _final_value(self, value: Value, number: int) -> Value:
-        """A value in which the counters of other loops are replaced by their values in the last iteration, if those loops end
-        before this loop."""
+        """A value in which counters of other loops are replaced by their last values, if those loops end before this one."""
         seen: set[int] = set()
         while (counter := self.values.counter(value)) is not None:
             other, location = counter
