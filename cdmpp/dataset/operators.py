@@ -51,7 +51,7 @@ def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = 
 
 
 def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """The operators of dataset folders, or of folders that contain such folders, in one table. DatasetError if it is none."""
+    """The operators of dataset folders, or of folders with such folders, in one table. DatasetError: none can be read."""
     given = [folders] if isinstance(folders, str | Path) else folders
     files = [file for folder in map(Path, given) for file in _files(folder)]
     if not files:

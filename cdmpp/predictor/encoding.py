@@ -182,7 +182,7 @@ class FeatureEncoder:
 
     @classmethod
     def from_arrays(cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> FeatureEncoder:
-        """Rebuild from :meth:`to_json` and :meth:`to_arrays`. KeyError, TypeError, ValueError, PredictorError: no fit."""
+        """Rebuild from :meth:`to_json` and :meth:`to_arrays`. KeyError, TypeError, ValueError, PredictorError: they differ."""
         scalers = {}
         for part in _PARTS:
             names = tuple(state.get(f"{part}_features", ()))  # early predictors had no code features

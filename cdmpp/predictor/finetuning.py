@@ -97,7 +97,7 @@ def few_shot(
 ) -> tuple[Predictor, Split]:
     """Finetune a predictor that never saw a device on ``k`` of its tasks; also gives the split that tests on its other tasks.
     Tasks are chosen among those with records on the device and on another one; other arguments as in :func:`finetune`.
-    PredictorError: the predictor was trained on the device; it has no records; fewer than two programs. SplitError: no test."""
+    PredictorError: the predictor was trained on the device; no records; fewer than two programs. SplitError: no test left."""
     name = _device_name(device, data)
     if name in predictor.training.get("records_by_device", predictor.devices):
         raise PredictorError(f"the predictor was trained on {name}: few-shot starts from one that never saw it")

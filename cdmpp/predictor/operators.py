@@ -651,7 +651,7 @@ def _fitted(table: pd.DataFrame, members: int, epochs: int, seed: int) -> Operat
 
 def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
     """Fit constants of each kind to the fastest kernels of all devices, which weigh the same. If there are GPUs of several
-    vendors, whose libraries differ, each vendor also gets its own (``gemm float32@amd``). One without labels gets another's."""
+    vendors, whose libraries differ, each vendor gets its own too (``gemm float32@amd``). A kind without labels gets others'."""
     found: dict[str, Constants] = {}
     of_kind = pd.Series(kinds(table)).replace(_FITTED_WITH).to_numpy(dtype=str)
     best = (table["framework"] == BEST).to_numpy()

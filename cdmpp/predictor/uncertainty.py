@@ -344,7 +344,7 @@ _NOVEL_LOG = 0.01
 
 @dataclass(frozen=True)
 class Familiarity:
-    """Centres of the training pairs, float32 (m, leaf_dim + 1 + device_dim), and the distance from which on a pair is not."""
+    """Centres of the training pairs, float32 (m, leaf_dim + 1 + device_dim), and the largest distance of a familiar pair."""
 
     centres: NDArray[np.float32]
     threshold: float

@@ -1,4 +1,4 @@
-"""Loops of x86-64 instructions, assembled in memory. One takes a number of iterations, a buffer and another argument."""
+"""Loops of x86-64 instructions, assembled in memory. Each takes the number of iterations, a buffer and one more argument."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _RELOCATABLE = 1
 
 @dataclass(frozen=True)
 class Tracker:
-    """Boards that are registered under one key; programs run on them with ``threads`` threads. Waits ``free_s`` for one."""
+    """Boards that are registered under one key; they run programs with ``threads`` threads. Waits ``free_s`` seconds for one."""
 
     host: str
     port: int

@@ -370,7 +370,7 @@ class TuneReport:
     #: Why it ended.
     stopped: str
     tasks: list[TaskResult]
-    #: Weighted sums of the tasks' untuned and best latencies, each task measured alone; None if none of a task's works.
+    #: Weighted sums of the tasks' untuned and best latencies, each task measured alone; None if a task has none that works.
     untuned_s: float | None
     tuned_s: float | None
     #: Fraction of the latency that another minute is expected to save; None if unknown.

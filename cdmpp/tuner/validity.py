@@ -85,7 +85,7 @@ _DEMANDS: dict[str, str] = {
     "block_local_registers": "registers_per_block",
     "block_tile_registers": "registers_per_block",
 }
-#: Columns of :func:`validity_features`. None identifies a device: for others than those trained on, limits say it.
+#: Columns of :func:`validity_features`. None identifies a device: of one not trained on the limits tell.
 VALIDITY_FEATURES: tuple[str, ...] = (
     *(f"sum_{name}" for name in LEAF_FEATURES if name not in _OF_PROGRAM),
     *(f"max_{name}" for name in LEAF_FEATURES if name not in _OF_PROGRAM),
