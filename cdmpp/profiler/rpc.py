@@ -33,7 +33,7 @@ _RELOCATABLE = 1
 
 @dataclass(frozen=True)
 class Tracker:
-    """Boards that are registered under one key; they run programs with ``threads`` threads. Waits ``free_s`` seconds for one."""
+    """Boards that are registered under one key; they run programs with ``threads`` threads. Waits ``free_s`` s for one."""
 
     host: str
     port: int
