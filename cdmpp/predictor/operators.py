@@ -126,7 +126,8 @@ class Errors:
 @dataclass(frozen=True)
 class OperatorModel:
     """Constants by kind of operator; networks, with the mean and std of their inputs; the kinds with labels by device; and by
-    kind the factor of the networks' correction on other devices (``trust``), errors there (``unseen``) and here (``seen``)."""
+    kind the factor of the networks' correction on other devices (``trust``), and errors, there (``unseen``) and of operators
+    left out here (``seen``)."""
 
     constants: Mapping[str, Constants]
     networks: Sequence[nn.Module]
@@ -530,17 +531,17 @@ def train(
 
     Returns the model, and the table with predictions made without the row's family: ``left_out_s`` with the trust derived from
     the other families, ``left_out_estimate_s`` by the estimate alone. Raises PredictorError if there is too little to learn."""
-    if len(table) < _FOLDS:
+    operator = table.groupby(["op", "dtype", *SIZES], dropna=False, observed=True).ngroup().to_numpy()
+    if len(table) < _FOLDS or not operator.any():
         raise PredictorError("an operator model needs labels of operators to learn from")
+    fold = (np.random.default_rng(seed).permutation(operator.max() + 1) % _FOLDS)[operator]
     table = table.reset_index(drop=True)
     device_kind = get_device(str(table["device"][0])).kind
     _, steps, _ = _SIZE[device_kind]
     epochs = epochs or max(_LEAST_EPOCHS, round(steps * _BATCH / len(table)))
     family = table["device"].map(families([get_device(name) for name in sorted(set(table["device"]))])).to_numpy()
-    part, one_family = family, len(set(family)) < 2
-    if one_family:
-        operator = table.groupby(["op", "dtype", *SIZES], dropna=False, observed=True).ngroup().to_numpy()
-        part = (np.random.default_rng(seed).permutation(operator.max() + 1) % _FOLDS)[operator]
+    one_family = len(set(family)) < 2
+    part = fold if one_family else family
     numbers = sorted(set(part))
     estimate, logs = np.empty(len(table)), np.empty(len(table))
     for done, number in enumerate(numbers):
@@ -564,8 +565,10 @@ def train(
             trusted[at] = _trust(measured, logs, (kind == k) & (family != number), family, least)
     left = table.assign(left_out_s=estimate * np.exp(trusted * logs), left_out_estimate_s=estimate)
     model = replace(_fitted(table, members, epochs, seed), trust=trust, unseen=_errors(left, left["left_out_s"]))
-    own_estimate, own_logs = model.parts(table)
-    return replace(model, seen=_errors(table, own_estimate * np.exp(own_logs))), left
+    new = fold == 0  # operators that are left out on all devices
+    own = _fitted(table[~new].reset_index(drop=True), max(1, members // 2), epochs, seed)
+    estimate, logs = own.parts(table[new])
+    return replace(model, seen=_errors(table[new], estimate * np.exp(logs))), left
 
 
 def train_solvers(

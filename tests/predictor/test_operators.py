@@ -125,6 +125,7 @@ def test_training_leaves_families_out_and_comes_back_from_files(tmp_path: Path) 
     model, left = train(table, members=1, epochs=3)
     assert model.trust == {"gemm": 0.0}  # three families are too few to trust the networks on others
     assert max(row["median_ape"] for row in left_out_errors(left)) < 0.05  # constants carry over
+    assert 0 < model.seen["gemm"].n < model.unseen["gemm"].n / 3  # on a fifth, left out of another training
     model.save(tmp_path)
     again, unseen = OperatorModel.load(tmp_path), gemms([(64, 64, 64), (4096, 4096, 4096)])
     assert again.predict(unseen, "h200") == pytest.approx(model.predict(unseen, "h200"), rel=1e-2)
