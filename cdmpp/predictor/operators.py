@@ -126,8 +126,7 @@ class Errors:
 @dataclass(frozen=True)
 class OperatorModel:
     """Constants by kind of operator; networks, with the mean and std of their inputs; the kinds with labels by device; and by
-    kind the factor of the networks' correction on other devices (``trust``), and errors, there (``unseen``) and of operators
-    left out here (``seen``)."""
+    kind a factor of the networks' correction elsewhere (``trust``), errors there (``unseen``), of rows left out (``seen``)."""
 
     constants: Mapping[str, Constants]
     networks: Sequence[nn.Module]
@@ -387,10 +386,10 @@ def inputs_of(table: pd.DataFrame) -> list[list[str]]:
 
 def _kernels(table: pd.DataFrame, device: Device) -> NDArray[np.str_]:
     """The ATen operator of each row ("" if unknown); convolutions that a CPU runs without oneDNN have names of their own."""
-    names = table["kernel"].to_numpy(dtype=str) if "kernel" in table else np.full(len(table), "")
-    if device.kind != "cpu" or "kernel" not in table:
-        return names
-    return np.char.add(names, np.where(runs_without_onednn(table, device.share), " without oneDNN", ""))
+    if "kernel" not in table:
+        return np.full(len(table), "")
+    own = (device.kind == "cpu") and runs_without_onednn(table, device.share)
+    return np.char.add(table["kernel"].to_numpy(dtype=str), np.where(own, " without oneDNN", ""))
 
 
 def kinds(table: pd.DataFrame) -> NDArray[np.str_]:
@@ -543,13 +542,16 @@ def train(
     one_family = len(set(family)) < 2
     part = fold if one_family else family
     numbers = sorted(set(part))
+    total = len(numbers) + 1 + (not one_family)
+
+    def left_out(mine: NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
+        return _fitted(table[~mine].reset_index(drop=True), max(1, members // 2), epochs, seed).parts(table[mine])
+
     estimate, logs = np.empty(len(table)), np.empty(len(table))
     for done, number in enumerate(numbers):
-        progress(done, len(numbers) + 1)
-        mine = part == number
-        without = _fitted(table[~mine].reset_index(drop=True), max(1, members // 2), epochs, seed)
-        estimate[mine], logs[mine] = without.parts(table[mine])
-    progress(len(numbers), len(numbers) + 1)
+        progress(done, total)
+        estimate[part == number], logs[part == number] = left_out(part == number)
+    progress(len(numbers), total)
     if one_family:  # no other family can tell how far to trust the networks: they count in full everywhere
         left = table.assign(left_out_s=estimate * np.exp(logs), left_out_estimate_s=estimate)
         errors = _errors(left.assign(framework=BEST), left["left_out_s"])
@@ -565,10 +567,9 @@ def train(
             trusted[at] = _trust(measured, logs, (kind == k) & (family != number), family, least)
     left = table.assign(left_out_s=estimate * np.exp(trusted * logs), left_out_estimate_s=estimate)
     model = replace(_fitted(table, members, epochs, seed), trust=trust, unseen=_errors(left, left["left_out_s"]))
-    new = fold == 0  # operators that are left out on all devices
-    own = _fitted(table[~new].reset_index(drop=True), max(1, members // 2), epochs, seed)
-    estimate, logs = own.parts(table[new])
-    return replace(model, seen=_errors(table[new], estimate * np.exp(logs))), left
+    progress(total - 1, total)
+    estimate, logs = left_out(fold == 0)  # operators left out on all devices
+    return replace(model, seen=_errors(table[fold == 0], estimate * np.exp(logs))), left
 
 
 def train_solvers(

@@ -7,7 +7,6 @@ recurrent network as one product. Views are left out. Operators without a rule c
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -79,14 +78,16 @@ def _made_of(node: Any, weights: Set[Any]) -> list[Call]:
         values = dict(zip(given, tensors, strict=True))
         return node.target(*map_arg(node.args, values.get), **map_arg(node.kwargs, values.get))
 
-    if getattr(node.target, "_can_decompose", bool)():
-        with contextlib.suppress(Exception):
-            graph = make_fx(run)(*map(_value, given)).graph
-            for inner in graph.nodes:
-                inner._rename(f"{node.name}_{inner.name}")
-            first = zip(graph.nodes, given, strict=False)  # the inputs
-            return _calls(graph, {inner for inner, outer in first if outer in weights})
-    return []
+    if not getattr(node.target, "_can_decompose", bool)():
+        return []
+    try:
+        graph = make_fx(run)(*map(_value, given)).graph
+    except Exception:  # whatever an operator of ONNX with other arguments raises
+        return []
+    for inner in graph.nodes:
+        inner._rename(f"{node.name}_{inner.name}")
+    first = zip(graph.nodes, given, strict=False)  # the inputs
+    return _calls(graph, {inner for inner, outer in first if outer in weights})
 
 
 def table_of(calls: Sequence[Call]) -> pd.DataFrame:
