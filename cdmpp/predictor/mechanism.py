@@ -74,8 +74,11 @@ _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
 #: GPUs with TRT-LLM's newest kernels, which read fp8 keys unconverted, but process several queries of each head separately.
 #: Elsewhere fp8 keys are converted, with which FlashInfer takes this many times as long (L40S: 1.5 to 1.8, B200: 1.7 to 2.3).
 _NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.8
-#: How many times as long scores take where a mask hides half of them: the value that predicted left-out GPUs well.
-_MASKED = 2.0
+#: Attention of many queries, by what predicted left-out GPUs well: how many times as long scores take where a mask hides half
+#: of them; the columns of a head that the softmax of a score costs as much as, whatever the head; the length that heads are
+#: padded to; how many times as long products take where this fraction of a core's shared memory has no room for 128 queries
+#: and 128 keys; how the start of a block grows with its queries; and the part of the longest block that runs alone at the end.
+_MASKED, _SOFTMAX, _PADDED_HEAD, _ROOM, _CRAMPED, _ROWS, _LAST = 1.8, 64.0, (32.0, 64.0), 0.9, 1.4, 0.2, 0.75
 #: Elements of the longest row that one warp of PyTorch's softmax holds, and threads of a block of its layer norm (ATen,
 #: PersistentSoftmax.cuh and layer_norm_kernel.cu); the fraction of a core's shared memory and L1 cache that keeps their rows
 #: (0.35 to 0.45 gave equal errors on NeuSight's left-out GPUs, 0.3 and 0.5 larger ones).
@@ -269,9 +272,11 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     compute, splits = _compute(tiles, depth, peak / cores, cores, cache_rate / cores)
     compute = np.where(op == "conv", compute / _conv_speedup(table, size, device), compute)
     attends = (op == "attention") & (size["tokens"] > size["sequences"])
-    waves_of_blocks, scores = _attention(size, cores, packed=device.mcpu not in _NEWEST)
-    flops = 4 * waves_of_blocks * scores * np.ceil(size["head_dim"] / 32) * 32
-    compute = np.where(attends, flops * cores / peak, compute)
+    waves_of_blocks, scores, rows_of_block = _attention(size, cores, packed=device.mcpu not in _NEWEST)
+    padded = _PADDED_HEAD[device.mcpu in _NEWEST]
+    flops = 4 * waves_of_blocks * scores * (np.ceil(size["head_dim"] / padded) * padded + _SOFTMAX)
+    cramped = 2 * (128 + 128) * size["head_dim"] > _ROOM * 1024 * (device.shared_kb or np.inf)
+    compute = np.where(attends, flops * np.where(cramped, _CRAMPED, 1.0) * cores / peak, compute)
     again, rows_at_once = _again(op, size, todo["read"], element, device)
     far = rows_at_once * cores > cache
     special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
@@ -339,7 +344,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         columns_of[f"idle_{name}"] = log(np.ceil(waves) / waves)
         columns_of[f"padding_{name}"] = log(tiles[tile] * tile[0] * tile[1] / (b * rows * columns))
     blocks = np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536)
-    blocks = np.where(attends, cores * waves_of_blocks, blocks)
+    blocks = np.where(attends, cores * waves_of_blocks * (rows_of_block / 128) ** _ROWS, blocks)
     blocks = np.where(decodes, cores * one_by_one * longer * (_FLASH_BLOCK if flash else 1.0), blocks)
     blocks = np.where((device.kind == "gpu") & np.isin(op, ("layernorm", "softmax")), size["m"], blocks)
     # ranks wait for each other in every round of a ring, up to the number where a tree takes fewer rounds
@@ -355,8 +360,8 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     )
 
 
-def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple[FloatArray, FloatArray]:
-    """Number of blocks that the busiest core processes one after the other, and scores that each computes.
+def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Number of blocks that the busiest core processes one after the other, scores that each computes, and queries of each.
 
     A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and slowly,
     at the ends, over some that a mask hides (FlashAttention-2, Dao 2023, section 3.3). If ``packed``, the queries of heads that
@@ -372,7 +377,8 @@ def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple
     growing = masked & (seen > 0.95 * (keys - queries / 2))  # otherwise a window, as wide for all
     steps, most = np.ceil(reach / 64), np.ceil(np.where(growing, keys, reach) / 64)
     blocks = sequences * heads / together * np.ceil(at_once / rows)
-    return blocks / cores + most / steps, rows * steps * 64
+    longest = most / steps
+    return np.where(blocks <= cores, longest, blocks / cores + _LAST * longest), rows * steps * 64, rows
 
 
 def _decode(size: dict[str, FloatArray], cores: float, padded: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:

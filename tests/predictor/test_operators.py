@@ -46,16 +46,27 @@ def test_waves_make_steps_and_blocks_of_attention_are_dealt_out() -> None:
     a100, l40s = get_device("a100-sxm4-80gb"), get_device("l40s")  # 108 and 142 cores
     full, more = mechanism(gemms([(128 * 27, 256 * 4, 8192), (128 * 27 + 1, 256 * 4, 8192)]), a100).matrix_s
     assert 1.05 < more / full < 2.1  # of 0.03 % more operations
-    whole = {**attention(27, 27, 128, [512], [512], causal=False), "kv_dtype": ""}
+    many = [(heads, dim, 512, False) for heads, dim in ((27, 128), (28, 128), (27, 192))] + [(108, 64, 1024, True)]
+    whole = [{**attention(h, h, dim, [n], [n], causal=c), "kv_dtype": ""} for h, dim, n, c in many]
     asked = (284 * 128, ""), (284 * 128, "fp8"), (128, "")
-    rows = [whole, *({**attention(8, 1, 128, [1], [one]), "kv_dtype": kv} for one, kv in asked)]
+    rows = [*whole, *({**attention(8, 1, 128, [1], [one]), "kv_dtype": kv} for one, kv in asked)]
     table = operator_table([{"op": "attention", "dtype": "bf16", **row} for row in rows])
     seen, others = mechanism(table, l40s), mechanism(table, a100)
-    assert others.special_s[0] * 16e6 * a100.working_mhz == pytest.approx(2 * 128 * 512)
-    # above a wave of 128 queries of 27 heads and what the longest takes; two splits of 128 keys a core for 8 heads padded to 16
-    assert seen.matrix_s[1:3] * 1e9 * pipe(l40s, "bfloat16")[0] == pytest.approx(2 * 142 * 4 * 16 * 128 * 128)
-    assert seen.blocks[1:] == pytest.approx([2, 3.6, 1]) and seen.launches == pytest.approx([1, 1.5, 2.7, 1])
-    assert others.launches[3] == 1.5  # FlashAttention alone was measured
+    # blocks of 128 queries: one a core, or 4 more and 0.75 of the last; of 64 of long heads; of 704 of up to 1024 keys
+    scores = np.array([512, 512 * (112 / 108 + 0.75), 256 * 2.75, 704 * (8 + 0.75 * 1024 / 704)]) * 128
+    assert others.special_s[:4] * 16e6 * a100.working_mhz == pytest.approx(scores)
+    rate = 1e9 * pipe(l40s, "bfloat16")[0]
+    assert others.matrix_s[:4] * 1e9 * pipe(a100, "bfloat16")[0] == pytest.approx(
+        4 * 108 * scores * [192, 192, 256, 128]
+    )
+    assert seen.matrix_s[2] * rate == pytest.approx(
+        1.4 * 4 * 142 * 64 * 512 * (216 / 142 + 0.75) * 256
+    )  # 192 do not fit
+    assert others.blocks[:4] == pytest.approx([1, 112 / 108 + 0.75, 2.75 * 0.5**0.2, 8 + 0.75 * 1024 / 704])
+    # two splits of 128 keys a core for 8 heads padded to 16
+    assert seen.matrix_s[4:6] * rate == pytest.approx(2 * 142 * 4 * 16 * 128 * 128)
+    assert seen.blocks[4:] == pytest.approx([2, 3.6, 1]) and seen.launches[3:] == pytest.approx([1, 1.5, 2.7, 1])
+    assert others.launches[6] == 1.5  # FlashAttention alone was measured
 
 
 def test_rows_are_read_again_from_the_nearest_that_has_room() -> None:
