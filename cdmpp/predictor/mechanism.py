@@ -19,8 +19,7 @@ from cdmpp.program.operators import COLLECTIVES, ELEMENT_BYTES, GATES, SIZES, us
 
 FloatArray = NDArray[np.float64]
 
-#: Rows and columns of the tiles that libraries have kernels for -> the fraction of a core's peak that they reach: small ones
-#: load more for each operation.
+#: Rows and columns of libraries' tiles -> the fraction of a core's peak that they reach: small ones load more an operation.
 TILES = {(16, 64): 0.25, (32, 64): 0.4, (64, 64): 0.55, (128, 64): 0.75, (64, 128): 0.75, (128, 128): 0.9, (128, 256): 1.0,
          (256, 128): 1.0}  # fmt: skip
 #: Operations per byte from the last-level cache at which a core reaches these fractions: an A100's in 16 bits.
@@ -44,8 +43,7 @@ _LIKE = {"fp8_block": "fp8", "fp8_static": "fp8", "sq": "int8", "int4_wo": "bflo
 #: GPUs whose vector units accumulate float16 products in float32, as libraries do, at the rate of float16 (v_dot2_f32_f16,
 #: AMD's instruction sets). Packed arithmetic elsewhere accumulates in float16, so only the rate of float32 is left.
 _DOT = ("gfx906", "gfx1011", "gfx1012", "gfx103", "gfx11", "gfx12")
-#: Fraction of float32's rate that bfloat16 products reach without a unit for them, because operands are converted first:
-#: MIOpen's on gfx900 and gfx906.
+#: Fraction of float32's rate that bfloat16 products reach without a unit for them (MIOpen's on gfx900 and gfx906).
 _EMULATED = 0.6
 #: Exponentials and other special functions that a core starts per cycle: a quarter of a multiprocessor's 64 lanes (CUDA C++
 #: programming guide, arithmetic instructions; AMD's quarter rate). On sm_100, kernels compute part of the exponentials by
@@ -67,21 +65,18 @@ _IN_TURN = 5.0
 #: splitting aims at, the cost of adding up the splits in launches (FlashInfer on an L40S: 5.1 us without, 7.1 with), and rows
 #: that matrix units are padded to.
 _SPLIT_KEYS, _STEP, _DECODE_BLOCKS, _COMBINE, _PADDED = 128.0, 128.0 * 128, 2.0, 0.5, 16.0
-#: GPUs on which only FlashAttention-2 was measured for one query, and how many times as long as those of others its launch
-#: takes, and its blocks, which fill more of a core: an L40S, which has both, takes 7.7 instead of 5.1 us, and 13,000 cycles
-#: with one block per core instead of 3,600 with two.
+#: GPUs with only FlashAttention-2 for one query, and how many times as long as others' its launch takes, and its blocks: an
+#: L40S, which has both, takes 7.7 instead of 5.1 us, and 13,000 cycles with one block per core instead of 3,600 with two.
 _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
 #: GPUs with TRT-LLM's newest kernels, which read fp8 keys unconverted, but process several queries of each head separately.
 #: Elsewhere fp8 keys are converted, with which FlashInfer takes this many times as long (L40S: 1.5 to 1.8, B200: 1.7 to 2.3).
 _NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.8
-#: Attention of many queries, by what predicted left-out GPUs well: how many times as long scores take where a mask hides half
-#: of them; the columns of a head that the softmax of a score costs as much as, whatever the head; the length that heads are
-#: padded to; how many times as long products take where this fraction of a core's shared memory has no room for 128 queries
-#: and 128 keys; how the start of a block grows with its queries; and the part of the longest block that runs alone at the end.
+#: Attention of many queries, by what predicted left-out GPUs well: how much longer scores take where a mask hides half; the
+#: softmax of one in columns of a head; what heads are padded to; how much longer products take where this part of the shared
+#: memory has no room for 128 queries and keys; how blocks' start grows with queries; the part of the longest that runs alone.
 _MASKED, _SOFTMAX, _PADDED_HEAD, _ROOM, _CRAMPED, _ROWS, _LAST = 1.8, 64.0, (32.0, 64.0), 0.9, 1.4, 0.2, 0.75
 #: Elements of the longest row that one warp of PyTorch's softmax holds, and threads of a block of its layer norm (ATen,
-#: PersistentSoftmax.cuh and layer_norm_kernel.cu); the fraction of a core's shared memory and L1 cache that keeps their rows
-#: (0.35 to 0.45 gave equal errors on NeuSight's left-out GPUs, 0.3 and 0.5 larger ones).
+#: PersistentSoftmax.cuh and layer_norm_kernel.cu); the part of a core's shared memory that keeps rows (best of 0.3 to 0.5).
 _WARP_ROW, _NORM_THREADS, _ROWS_KEPT = 1024, 128, 0.4
 #: Speedup of 3 x 3 convolutions by Winograd's F(2 x 2, 3 x 3), which needs 2.25 times fewer operations (Lavin and Gray, CVPR
 #: 2016), transforms included: the best of 1, 1.6 and 2.25 on MIOpen's and NeuSight's left-out GPUs.
@@ -363,9 +358,9 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
 def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Number of blocks that the busiest core processes one after the other, scores that each computes, and queries of each.
 
-    A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and slowly,
-    at the ends, over some that a mask hides (FlashAttention-2, Dao 2023, section 3.3). If ``packed``, the queries of heads that
-    share keys share a block where they are few. Blocks of later queries see more keys: the longest block ends last."""
+    A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and over
+    some that a mask hides (FlashAttention-2, Dao 2023, section 3.3). If ``packed``, the few queries of heads that share keys
+    share a block. Blocks of later queries see more keys: the longest ends last."""
     sequences, heads = np.maximum(size["sequences"], 1), np.maximum(size["heads"], 1)
     queries, keys = np.maximum(size["tokens"] / sequences, 1), np.maximum(size["kv_tokens"] / sequences, 1)
     together = np.where(packed & (queries < 128), heads / np.maximum(size["kv_heads"], 1), 1.0)
@@ -377,8 +372,7 @@ def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple
     growing = masked & (seen > 0.95 * (keys - queries / 2))  # otherwise a window, as wide for all
     steps, most = np.ceil(reach / 64), np.ceil(np.where(growing, keys, reach) / 64)
     blocks = sequences * heads / together * np.ceil(at_once / rows)
-    longest = most / steps
-    return np.where(blocks <= cores, longest, blocks / cores + _LAST * longest), rows * steps * 64, rows
+    return np.where(blocks <= cores, most / steps, blocks / cores + _LAST * most / steps), rows * steps * 64, rows
 
 
 def _decode(size: dict[str, FloatArray], cores: float, padded: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -31,10 +31,8 @@ MODELS = [
 
 
 def tiny() -> Network:
-    layers = nn.Sequential(
-        nn.Conv2d(3, 5, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(45, 7), nn.Softmax(1)
-    )
-    return Network.from_torch(layers.eval(), (torch.zeros(1, 3, 8, 8),), "tiny-demo")
+    layer = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(45, 7), nn.Softmax(1))
+    return Network.from_torch(layer.eval(), (torch.zeros(1, 3, 8, 8),), "tiny-demo")
 
 
 class Demo:

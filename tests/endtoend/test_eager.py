@@ -87,9 +87,7 @@ def test_what_is_not_known_is_named() -> None:
     )
     assert report.independent_high_s > 1.4 * report.latency_s, "a CPU whose kernels nobody measured"
     alike, more = (eager_latency(network, get_device(name), Fixed()) for name in ("epyc-9654@1", "epyc-9654@2"))  # type: ignore[arg-type]
-    assert alike.independent_high_s < min(report.independent_high_s, more.independent_high_s), (
-        "as many cores of a Zen 4"
-    )
+    assert alike.independent_high_s < min(report.independent_high_s, more.independent_high_s), "as many Zen 4 cores"
     assert "no library operator" not in " ".join(alike.notes) and "no library operator" in " ".join(more.notes)
     with pytest.raises(NetworkError, match="no operator"):
         eager_latency(Network.from_torch(torch.nn.Identity(), [torch.randn(2)]), ZEN4, Fixed())  # type: ignore[arg-type]

@@ -37,9 +37,7 @@ def test_packages_add_up_and_wrap_around(tmp_path: Path) -> None:
     for path in (part, machine):
         (path / "energy_uj").write_text("999999")
     (first / "energy_uj").write_text("950000")
-    assert counter.joules() == pytest.approx(0.05), (
-        "what packages are part of, and what is a part of them, is not added"
-    )
+    assert counter.joules() == pytest.approx(0.05), "what packages are in, and their parts, are not added"
     (first / "energy_uj").write_text("20000")
     (second / "energy_uj").write_text("300100")
     assert counter.joules() == pytest.approx(0.05 + (1.0 - 0.95 + 0.02) + 0.3)
