@@ -267,12 +267,6 @@ def _compute_capability(device: Device) -> float | None:
     return int(digits) / 10
 
 
-def _matrix_peak(device: Device) -> float | None:
-    # without 4-bit peaks, which the shipped weights were not trained with
-    peaks = [p for name, p in device.peak_gflops.items() if name.endswith("_matrix") and "float4" not in name]
-    return max(peaks, default=None)
-
-
 #: Features that are computed from a device instead of read from the field of that name.
 _COMPUTED: dict[str, Callable[[Device], float | None]] = {
     "is_cpu": lambda d: d.kind == "cpu",
@@ -281,7 +275,10 @@ _COMPUTED: dict[str, Callable[[Device], float | None]] = {
     "peak_float32_gflops": lambda d: d.peak_gflops.get("float32"),
     "peak_float64_gflops": lambda d: d.peak_gflops.get("float64"),
     "peak_float16_gflops": lambda d: d.peak_gflops.get("float16"),
-    "peak_matrix_gflops": _matrix_peak,
+    # without 4-bit peaks, which the shipped weights were not trained with
+    "peak_matrix_gflops": lambda d: max(
+        (p for name, p in d.peak_gflops.items() if name.endswith("_matrix") and "float4" not in name), default=None
+    ),
     "bytes_per_flop": lambda d: (
         d.bandwidth_gb_s / p if (p := d.peak_gflops.get("float32")) and d.bandwidth_gb_s else None
     ),

@@ -75,7 +75,8 @@ class CpuFacts:
 def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
     """Read ``/proc`` and ``/sys`` below ``root`` (or :data:`ROOT_VARIABLE`, else ``/``); what cannot be read stays unknown."""
     root = root or Path(os.environ.get(ROOT_VARIABLE) or "/")
-    cpus = [_fields(block) for block in _text(root / "proc/cpuinfo").split("\n\n") if block.strip()]
+    blocks = [[line.partition(":") for line in b.split("\n")] for b in _text(root / "proc/cpuinfo").split("\n\n")]
+    cpus = [{key.strip(): value.strip() for key, _, value in block} for block in blocks]
     cpus = [cpu for cpu in cpus if "processor" in cpu] or [{}]
     first = cpus[0]
     allowed = {str(n) for n in os.sched_getaffinity(0)} if root == Path("/") else {c.get("processor", "") for c in cpus}
@@ -85,7 +86,6 @@ def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
     mem_kb = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
     cpu0 = root / "sys/devices/system/cpu/cpu0"
     base_khz = _number(_text(cpu0 / "cpufreq/base_frequency"))  # intel_pstate
-    cppc_mhz = _number(_text(cpu0 / "acpi_cppc/nominal_freq"))
     max_khz = _number(_text(cpu0 / "cpufreq/cpuinfo_max_freq"))
     return CpuFacts(
         machine=machine or _text(root / "proc/sys/kernel/arch").strip() or platform.machine(),
@@ -97,7 +97,7 @@ def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
         arm_implementer=_int(first.get("CPU implementer")),
         arm_part=_int(first.get("CPU part")),
         flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
-        base_mhz=base_khz / 1000 if base_khz else cppc_mhz,
+        base_mhz=base_khz / 1000 if base_khz else _number(_text(cpu0 / "acpi_cppc/nominal_freq")),
         current_mhz=_number(first.get("cpu MHz", "")),
         max_mhz=max_khz / 1000 if max_khz else None,
         cores=len(cores),
@@ -224,11 +224,6 @@ def _caches(folder: Path) -> dict[str, float]:
             unit = {"": 1 / 1024, "K": 1, "M": 1024}[size.group(2)]
             sizes[_text(index / "level").strip()] = int(size.group(1)) * unit
     return sizes
-
-
-def _fields(block: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in block.splitlines() if ":" in line)
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _number(text: str) -> float | None:

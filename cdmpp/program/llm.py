@@ -1,8 +1,8 @@
 """Decoder-only transformers as lists of operators, from the configuration file that is published with their weights.
 
-Dense, grouped-query and mixture-of-experts decoders with gated feed-forward layers (Llama, Mistral, Qwen, Mixtral and similar).
-A serving step runs each layer as engines do: one product for queries, keys and values, one for gate and up, experts as
-grouped products, and with ``tp`` ranks two all-reduces a layer (Shoeybi et al., Megatron-LM, section 3). No weights are needed.
+Dense, grouped-query and mixture-of-experts decoders with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, gpt-oss and
+similar). A serving step runs each layer as engines do: one product for queries, keys and values, one for gate and up, experts
+as grouped products, and with ``tp`` ranks two all-reduces a layer (Shoeybi et al., Megatron-LM, section 3).
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ MODELS: dict[str, dict[str, Any]] = {
         ("qwen3-32b", ("qwen3", 5120, 25600, 64, 64, 8, 151936), {"head_dim": 128}),
         ("qwen3-30b-a3b", ("qwen3_moe", 2048, 6144, 48, 32, 4, 151936),
          {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}),
+        ("gemma-3-27b", ("gemma3_text", 5376, 21504, 62, 32, 16, 262208),
+         {"head_dim": 128, "sliding_window": 1024, "tie_word_embeddings": True}),
+        *((f"gpt-oss-{size}b", ("gpt_oss", 2880, 2880, layers, 64, 8, 201088),
+           {"head_dim": 64, "sliding_window": 128, "num_local_experts": experts, "num_experts_per_tok": 4})
+          for size, layers, experts in ((20, 24, 32), (120, 36, 128))),
         ("mixtral-8x7b", ("mixtral", 4096, 14336, 32, 32, 8, 32000), {"num_local_experts": 8, "num_experts_per_tok": 2}),
     )
 }  # fmt: skip
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-#: Kinds of model whose layers are as described above; and fields of models with latent attention or layers that differ.
+#: Kinds of model whose layers are as described above; those of which every layer but each n-th sees a window unless they say
+#: otherwise; and fields of models with latent attention or layers that differ more.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gemma", "granite", "olmo2",
-          "internlm2", "deepseek", "yi", "baichuan")  # fmt: skip
-_UNLIKE = (
-    "kv_lora_rank",
-    "full_attention_interval",
-    "interleave_moe_layer_step",
-    "mlp_only_layers",
-    "sliding_window_pattern",
-)
+          "internlm2", "deepseek", "yi", "baichuan", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "glm4_moe", "olmo3",
+          "smollm3", "mistral3", "ministral", "exaone4", "seed_oss", "ernie4_5", "dots1")  # fmt: skip
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+_UNLIKE = ("kv_lora_rank", "full_attention_interval", "interleave_moe_layer_step", "mlp_only_layers")
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Sizes of a decoder; ``experts`` is 0 for a dense one. Feed-forward layers, or experts, are ``intermediate`` wide."""
+    """Sizes of a decoder. A layer, or each of its ``experts``, is ``intermediate`` wide; ``windowed`` layers see a window."""
 
     name: str
     hidden: int
@@ -62,6 +64,7 @@ class Decoder:
     experts_per_token: int = 0
     shared_intermediate: int = 0
     window: int = 0
+    windowed: int = 0
     tied: bool = False
 
     def check_split(self, tp: int) -> None:
@@ -105,8 +108,9 @@ class Decoder:
         add("qkv", "gemm", m=tokens, n=(heads + 2 * kv_heads) * self.head_dim, k=self.hidden)
         add("rope", "elementwise", m=tokens, n=(heads + kv_heads) * self.head_dim, inputs=1)
         lengths = [new] * batch, [past + new] * batch
-        sizes = attention(heads, kv_heads, self.head_dim, *lengths, window=self.window)
-        add("attention", "attention", kv_dtype=kv_dtype, **sizes)
+        for window, layers in ((0, self.layers - self.windowed), (self.window, self.windowed)):
+            sizes = attention(heads, kv_heads, self.head_dim, *lengths, window=window)
+            add("attention" + " to a window" * bool(window), "attention", layers, kv_dtype=kv_dtype, **sizes)
         add("attention output", "gemm", m=tokens, n=self.hidden, k=heads * self.head_dim)
         wide = self.intermediate // tp
         if self.experts:
@@ -127,7 +131,7 @@ class Decoder:
         for row in rows:  # everything except the layers' matrix products stays in 16 bits
             if row["name"] in ("vocabulary", "router") or row["op"] not in ("gemm", "grouped_gemm"):
                 row["dtype"] = "bfloat16"
-        return rows
+        return [row for row in rows if row["count"]]
 
 
 def model_name(spec: str | Path) -> str:
@@ -165,16 +169,16 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
     if kind.removesuffix("forcausallm").replace("_", "") not in {known.replace("_", "") for known in _KNOWN}:
         raise NetworkError(f"{name}: no decoder of kind {kind!r} is known here; there are {', '.join(_KNOWN)}")
     unlike = [field for field in _UNLIKE if config.get(field)]
-    unlike += ["layer_types"] * (len(set(config.get("layer_types") or ())) > 1)
+    types = list(config.get("layer_types") or ())
+    unlike += ["layer_types"] * (not {"full_attention", "sliding_attention"}.issuperset(types))
     if unlike:
         raise NetworkError(f"{name}: latent attention and layers that differ are not known here: {', '.join(unlike)}")
-    for field in (*_SIZES[1:], "head_dim", "num_experts_per_tok"):
+    for field in (*_SIZES[1:], "head_dim", "num_experts_per_tok", "sliding_window", "sliding_window_pattern"):
         if (given := config.get(field)) is not None and (not isinstance(given, int) or given < 1):
             raise NetworkError(f"{name}: {field} is {given!r}, expected a whole number above 0")
     missing = [field for field in _NEEDED if field not in config]
     experts = int(config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0)
-    of_expert = config.get("moe_intermediate_size") if experts else None
-    inner = int(of_expert or config.get("intermediate_size") or 0)
+    inner = int((experts and config.get("moe_intermediate_size")) or config.get("intermediate_size") or 0)
     missing += ["intermediate_size"] * (not inner)
     missing += ["num_experts_per_tok"] * (experts > 0 and not config.get("num_experts_per_tok"))
     if missing:
@@ -184,11 +188,14 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
     if heads % kv_heads:
         raise NetworkError(f"{name}: {heads} attention heads are not a multiple of {kv_heads} heads of keys")
     shared = config.get("shared_expert_intermediate_size") or int(config.get("n_shared_experts") or 0) * inner
-    windowed = config.get("use_sliding_window", True)
+    layers = int(config["num_hidden_layers"])
+    window = int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
+    pattern = config.get("sliding_window_pattern") or _PATTERNS.get(kind, layers + 1)
+    windowed = types.count("sliding_attention") if types else layers - layers // pattern
     return Decoder(
         name=name,
         hidden=int(config["hidden_size"]),
-        layers=int(config["num_hidden_layers"]),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
@@ -197,6 +204,7 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0),
         shared_intermediate=int(shared or 0) if experts else 0,
-        window=int(config.get("sliding_window") or 0) if windowed else 0,
+        window=window,
+        windowed=windowed if window else 0,
         tied=bool(config.get("tie_word_embeddings", False)),
     )

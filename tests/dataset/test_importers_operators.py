@@ -14,9 +14,8 @@ from cdmpp.errors import DatasetError
 from cdmpp.files import read_yaml
 from cdmpp.program.operators import work
 
-GEMM, ATTENTION, CONV, NEUSIGHT, MOE, COLLECTIVE = read_yaml(Path(__file__).with_name("rows.yaml"))[
-    "operators"
-].values()
+ROWS = read_yaml(Path(__file__).with_name("rows.yaml"))["operators"]
+GEMM, ATTENTION, CONV, NEUSIGHT, MOE, COLLECTIVE = ROWS.values()
 
 
 DECODE = {**ATTENTION, "op": "attention_generation", "seq": 1}

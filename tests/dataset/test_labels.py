@@ -147,9 +147,8 @@ def test_difference_of_remeasurements_is_of_pairs() -> None:
 def test_few_remeasurements_change_nothing_and_unknown_noise_takes_the_mean() -> None:
     rows = [{"program": str(n), "noise": 0.02} for n in range(MIN_REMEASURED - 1)]
     again = [{**row, "latency_s": 2.0} for row in rows]
-    floors = label_table(records([*rows, *again, {"program": "x", "noise": math.nan}])).set_index("program")[
-        "error_floor"
-    ]
+    table = label_table(records([*rows, *again, {"program": "x", "noise": math.nan}]))
+    floors = table.set_index("program")["error_floor"]
     assert floors["0"] == pytest.approx(0.01 / math.sqrt(2))
     assert floors["x"] == pytest.approx(0.01)
 

@@ -58,9 +58,7 @@ def test_being_told_the_instructions_helps_and_doing_without_works(trained, coun
 
 def test_a_device_is_taught_by_the_records_that_have_counts(trained, counted, tmp_path):
     there = counted.labels["device"] == "fast"
-    labels = counted.labels.assign(
-        latency_s=counted.labels["latency_s"].where(~there, 10 * counted.labels["latency_s"])
-    )
+    labels = counted.labels.assign(latency_s=counted.labels["latency_s"] * np.where(there, 10, 1))
     slower = replace(counted, labels=labels)
     chosen = finetune(trained.predictor, slower, "fast", tmp_path / "run", tasks=6)
     known = slower.counted(np.flatnonzero(there & labels["task"].isin(chosen.selection.tasks)))
@@ -207,9 +205,8 @@ def test_a_part_that_takes_longer_makes_the_program_take_longer_by_its_share(tra
 
 
 def test_without_counts_in_the_data_nothing_is_told(data, caplog):
-    fitted = prepare(
-        changed(SHORT, model={"codegen": True}, loss={"codegen_weight": 1.0}), data, split_data(SPEC, data)
-    )
+    config = changed(SHORT, model={"codegen": True}, loss={"codegen_weight": 1.0})
+    fitted = prepare(config, data, split_data(SPEC, data))
     assert fitted.encoder.code_dim == 0 and caplog.text.count("cdmpp codegen") == 2
     predictor = fitted.predictor(fitted.trainer.fit().best, {})
     with pytest.raises(PredictorError, match=r"model\.compiled"):

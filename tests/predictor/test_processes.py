@@ -32,9 +32,8 @@ def two(tmp_path_factory):
     (out / "config.yaml").write_text(yaml.safe_dump(config))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.samples.gradients"]
     verb = ["train", "--config", out / "config.yaml", "--data", FOLDER, "--out", out / "run", "--json", out / "scores"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, out, *verb], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, *torchrun, out, *verb]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("held-out part") == 1, "the first process alone shows the result"
     return out

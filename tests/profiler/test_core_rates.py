@@ -66,9 +66,7 @@ def test_the_clock_is_kept_with_the_device_where_it_is_steady(monkeypatch: pytes
 
 
 def test_the_clock_of_the_cpu_at_hand_is_measured_where_nothing_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        measuring, "with_clock", lambda device: dataclasses.replace(device, measured={"clock_ghz": 3.3})
-    )
+    monkeypatch.setattr(measuring, "with_clock", lambda own: dataclasses.replace(own, measured={"clock_ghz": 3.3}))
     unknown = dataclasses.replace(HERE, measured={}, boost_mhz=None)
     assert measuring.with_known_clock(unknown).working_mhz == pytest.approx(3300)
     for told in ({"measured": {"clock_ghz": 3.0}}, {"boost_mhz": 3000.0}, {"base": "epyc-7763"}):

@@ -92,10 +92,10 @@ def test_lists_of_operators_keep_what_is_unknown(tmp_path: Path) -> None:
     assert found.loc[0, ["tokens", "kv_tokens", "pairs", "count"]].tolist() == [3, 14, 4 + 5 + 9, 3]
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5)],
-)
+@pytest.mark.parametrize(("name", "billions"), [
+    ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5), ("gemma-3-27b", 27.0),
+    ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8),
+])  # fmt: skip
 def test_decoders_have_the_parameters_that_are_published(name: str, billions: float) -> None:
     assert load_decoder(name).weights() / 1e9 == pytest.approx(billions, rel=0.002)
 
@@ -126,7 +126,7 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
     for config, said in (
         ({"model_type": "mamba"}, "no decoder of kind 'mamba'"),
         ({**llama, "model_type": "qwen3_next"}, "no decoder of kind 'qwen3_next'"),
-        ({**llama, "layer_types": ["full_attention", "sliding_attention"]}, "layers that differ .* layer_types"),
+        ({**llama, "layer_types": ["full_attention", "linear_attention"]}, "layers that differ .* layer_types"),
         ({**llama, "hidden_size": "4096"}, "hidden_size is '4096', expected a whole number"),
         ({**llama, "num_attention_heads": 0}, "num_attention_heads is 0"),
         ({**llama, "num_key_value_heads": 7}, "32 attention heads are not a multiple of 7"),
@@ -135,6 +135,12 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
         with pytest.raises(NetworkError, match=f"tiny: .*{said}"):
             load_decoder(written(**config))
     assert load_decoder("meta-llama/Llama-3.1-8B-Instruct") == load_decoder("llama-3.1-8b")
+    window = {**llama, "sliding_window": 64}
+    half = ["sliding_attention", "full_attention"] * 16
+    kinds = {"layer_types": half}, {"sliding_window_pattern": 6}, {}, {"use_sliding_window": False}
+    assert [load_decoder(written(**window, **kind)).windowed for kind in kinds] == [16, 27, 32, 0]
+    rows = load_decoder("gpt-oss-20b").step(2, 1, 4000, "bfloat16", "bfloat16")
+    assert [(row["count"], row["pairs"]) for row in rows if row["op"] == "attention"] == [(12, 8002), (12, 256)]
     with pytest.raises(NetworkError, match="32 heads, 8 heads of keys and 14336 columns cannot be split over 3"):
         known.step(1, 1, 0, "bfloat16", "bfloat16", 3)
     assert not is_config(tmp_path / "absent.json")

@@ -48,9 +48,8 @@ def test_without_the_device_the_nearest_ones_schedules_are_first(tmp_path: Path,
         caches = {size: part * float(getattr(device, size) or 1.0) for size in ("l1_kb", "l2_kb", "l3_kb")}
         other = replace(device, name=name, **caches)
         programs = content["programs"][first:]
-        path.with_name(f"{name}.json").write_text(
-            json.dumps({**content, "device": other.to_json(), "programs": programs})
-        )
+        stored = {**content, "device": other.to_json(), "programs": programs}
+        path.with_name(f"{name}.json").write_text(json.dumps(stored))
     path.unlink()
     engine, said = FakeEngine(), list[str]()
     tuned(engine, tmp_path / "b", 6, warm_start=["auto"], notify=said.append)

@@ -110,9 +110,7 @@ def test_a_task_whose_whole_space_is_invalid_is_given_up(tmp_path, caplog, two_c
 def test_a_space_without_valid_programs_ends_the_task(tmp_path, monkeypatch, caplog) -> None:
     bad = matmul_task(48).hash
     replayed = TaskTuner.measure_of
-    monkeypatch.setattr(
-        TaskTuner, "measure_of", lambda self, *of: None if self.task.hash == bad else replayed(self, *of)
-    )
+    monkeypatch.setattr(TaskTuner, "measure_of", lambda its, *of: None if its.task.hash == bad else replayed(its, *of))
     report = tuned(FakeEngine(), tmp_path / "t", 12, 32, 48)
     by_hash = {t.task: t for t in report.tasks}
     assert "no more valid programs" in by_hash[bad].finished
