@@ -168,7 +168,7 @@ def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str
 
     def needed(batch: int, tp: int, dtype: str = dtype, kv_dtype: str = kv_dtype) -> float:
         scale = batch / serving.batch
-        return decoder.memory_bytes(dtype, kv_dtype, batch * per_sequence, new * scale, tp) / 1e9
+        return decoder.memory_bytes(dtype, kv_dtype, batch, per_sequence, new * scale, tp) / 1e9
 
     total = needed(serving.batch, serving.tp)
     room = (device.mem_gb or math.inf) * _USABLE

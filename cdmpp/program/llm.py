@@ -86,10 +86,10 @@ class Decoder:
         outside = self.hidden * self.vocabulary * (1 if self.tied else 2)
         return (self.layers * (attending + wide + self.hidden * self.experts) + outside) / tp
 
-    def memory_bytes(self, dtype: str, kv_dtype: str, tokens: float, new: float, tp: int = 1) -> float:
-        """Bytes on one of ``tp`` ranks: weights, keys and values of ``tokens``, and activations of ``new`` tokens."""
-        kv_heads = max(1.0, self.kv_heads / tp)
-        cache = 2 * self.layers * kv_heads * self.head_dim * tokens * ELEMENT_BYTES[kv_dtype]
+    def memory_bytes(self, dtype: str, kv_dtype: str, batch: int, tokens: int, new: float, tp: int = 1) -> float:
+        """Bytes on one of ``tp`` ranks: weights, keys and values of ``tokens`` of each sequence, and activations of ``new``."""
+        kept = (self.layers - self.windowed) * tokens + self.windowed * min(tokens, self.window)
+        cache = 2 * batch * kept * max(1.0, self.kv_heads / tp) * self.head_dim * ELEMENT_BYTES[kv_dtype]
         live = new * (4 * self.hidden + 3 * self.intermediate / tp) * 2
         return self.weights(tp) * ELEMENT_BYTES[dtype] + cache + live
 

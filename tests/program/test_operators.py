@@ -141,6 +141,8 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
     assert [load_decoder(written(**window, **kind)).windowed for kind in kinds] == [16, 27, 32, 0]
     rows = load_decoder("gpt-oss-20b").step(2, 1, 4000, "bfloat16", "bfloat16")
     assert [(row["count"], row["pairs"]) for row in rows if row["op"] == "attention"] == [(12, 8002), (12, 256)]
+    kept = [load_decoder("gpt-oss-20b").memory_bytes("fp8", "bfloat16", 2, n, 0) for n in (128, 4096)]
+    assert kept[1] - kept[0] == 2 * 12 * (4096 - 128) * 2 * 8 * 64 * 2  # of every second layer
     with pytest.raises(NetworkError, match="32 heads, 8 heads of keys and 14336 columns cannot be split over 3"):
         known.step(1, 1, 0, "bfloat16", "bfloat16", 3)
     assert not is_config(tmp_path / "absent.json")
