@@ -43,14 +43,16 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 #: otherwise; and fields of models with latent attention or layers that differ more.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gemma", "granite", "olmo2",
           "internlm2", "deepseek", "yi", "baichuan", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "glm4_moe", "olmo3",
-          "smollm3", "mistral3", "ministral", "exaone4", "seed_oss", "ernie4_5", "dots1")  # fmt: skip
+          "smollm3", "mistral3", "ministral", "exaone4", "seed_oss", "ernie4_5", "dots1",
+          "qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text")  # fmt: skip
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 _UNLIKE = ("kv_lora_rank", "full_attention_interval", "interleave_moe_layer_step", "mlp_only_layers")
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Sizes of a decoder. A layer, or each of its ``experts``, is ``intermediate`` wide; ``windowed`` layers see a window."""
+    """Sizes of a decoder. A layer, or each of its ``experts``, is ``intermediate`` wide; ``windowed`` layers see a window.
+    ``of_more`` says that it is the text part of a model that also reads images or sound."""
 
     name: str
     hidden: int
@@ -66,6 +68,7 @@ class Decoder:
     window: int = 0
     windowed: int = 0
     tied: bool = False
+    of_more: bool = False
 
     def check_split(self, tp: int) -> None:
         """Raise NetworkError unless every rank gets whole heads and equal parts of the layers."""
@@ -193,18 +196,9 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
     pattern = config.get("sliding_window_pattern") or _PATTERNS.get(kind, layers + 1)
     windowed = types.count("sliding_attention") if types else layers - layers // pattern
     return Decoder(
-        name=name,
-        hidden=int(config["hidden_size"]),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-        intermediate=inner,
-        vocabulary=int(config["vocab_size"]),
-        experts=experts,
-        experts_per_token=int(config.get("num_experts_per_tok") or 0),
-        shared_intermediate=int(shared or 0) if experts else 0,
-        window=window,
-        windowed=windowed if window else 0,
-        tied=bool(config.get("tie_word_embeddings", False)),
-    )
+        name=name, hidden=int(config["hidden_size"]), layers=layers, heads=heads, kv_heads=kv_heads,
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads), intermediate=inner,
+        vocabulary=int(config["vocab_size"]), experts=experts, experts_per_token=int(config.get("num_experts_per_tok") or 0),
+        shared_intermediate=int(shared or 0) if experts else 0, window=window, windowed=windowed if window else 0,
+        tied=bool(config.get("tie_word_embeddings", False)), of_more=bool({"text_config", "vision_config"} & config.keys()),
+    )  # fmt: skip
