@@ -72,9 +72,10 @@ _FLASH, _FLASH_LAUNCH, _FLASH_BLOCK = ("sm_80",), 1.5, 2.0
 #: Elsewhere fp8 keys are converted, with which FlashInfer takes this many times as long (L40S: 1.5 to 1.8, B200: 1.7 to 2.3).
 _NEWEST, _CONVERTED = ("sm_100", "sm_103"), 1.8
 #: Attention of many queries, by what predicted left-out GPUs well: how much longer scores take where a mask hides half; the
-#: softmax of one in columns of a head; what heads are padded to; how much longer products take where this part of the shared
-#: memory has no room for 128 queries and keys; how blocks' start grows with queries; the part of the longest that runs alone.
-_MASKED, _SOFTMAX, _PADDED_HEAD, _ROOM, _CRAMPED, _ROWS, _LAST = 1.8, 64.0, (32.0, 64.0), 0.9, 1.4, 0.2, 0.75
+#: softmax of one in columns of a head; how blocks' start grows with queries; the part of the longest that runs alone.
+_MANY = {"gpu": (1.8, 64.0, 0.2, 0.75), "cpu": (2.0, 0.0, 0.0, 1.0)}
+#: What heads are padded to; how much longer products take if this part of shared memory has no room for 128 queries and keys.
+_PADDED_HEAD, _ROOM, _CRAMPED = (32.0, 64.0), 0.9, 1.4
 #: Elements of the longest row that one warp of PyTorch's softmax holds, and threads of a block of its layer norm (ATen,
 #: PersistentSoftmax.cuh and layer_norm_kernel.cu); the part of a core's shared memory that keeps rows (best of 0.3 to 0.5).
 _WARP_ROW, _NORM_THREADS, _ROWS_KEPT = 1024, 128, 0.4
@@ -267,9 +268,9 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     compute, splits = _compute(tiles, depth, peak / cores, cores, cache_rate / cores)
     compute = np.where(op == "conv", compute / _conv_speedup(table, size, device), compute)
     attends = (op == "attention") & (size["tokens"] > size["sequences"])
-    waves_of_blocks, scores, rows_of_block = _attention(size, cores, packed=device.mcpu not in _NEWEST)
-    padded = _PADDED_HEAD[device.mcpu in _NEWEST]
-    flops = 4 * waves_of_blocks * scores * (np.ceil(size["head_dim"] / padded) * padded + _SOFTMAX)
+    waves_of_blocks, scores, rows_of_block = _attention(size, cores, device)
+    padded, (_, softmax, by_rows, _) = _PADDED_HEAD[device.mcpu in _NEWEST], _MANY[device.kind]
+    flops = 4 * waves_of_blocks * scores * (np.ceil(size["head_dim"] / padded) * padded + softmax)
     cramped = 2 * (128 + 128) * size["head_dim"] > _ROOM * 1024 * (device.shared_kb or np.inf)
     compute = np.where(attends, flops * np.where(cramped, _CRAMPED, 1.0) * cores / peak, compute)
     again, rows_at_once = _again(op, size, todo["read"], element, device)
@@ -339,7 +340,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         columns_of[f"idle_{name}"] = log(np.ceil(waves) / waves)
         columns_of[f"padding_{name}"] = log(tiles[tile] * tile[0] * tile[1] / (b * rows * columns))
     blocks = np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536)
-    blocks = np.where(attends, cores * waves_of_blocks * (rows_of_block / 128) ** _ROWS, blocks)
+    blocks = np.where(attends, cores * waves_of_blocks * (rows_of_block / 128) ** by_rows, blocks)
     blocks = np.where(decodes, cores * one_by_one * longer * (_FLASH_BLOCK if flash else 1.0), blocks)
     blocks = np.where((device.kind == "gpu") & np.isin(op, ("layernorm", "softmax")), size["m"], blocks)
     # ranks wait for each other in every round of a ring, up to the number where a tree takes fewer rounds
@@ -355,24 +356,26 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     )
 
 
-def _attention(size: dict[str, FloatArray], cores: float, packed: bool) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _attention(size: dict[str, FloatArray], cores: float, device: Device) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Number of blocks that the busiest core processes one after the other, scores that each computes, and queries of each.
 
     A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and over
-    some that a mask hides (FlashAttention-2, Dao 2023, section 3.3). If ``packed``, the few queries of heads that share keys
-    share a block. Blocks of later queries see more keys: the longest ends last."""
+    some that a mask hides (FlashAttention-2, Dao 2023, section 3.3). The few queries of heads that share keys share a block,
+    except in the newest kernels. Blocks of later queries see more keys: the longest ends last."""
+    masks, _, _, last = _MANY[device.kind]
     sequences, heads = np.maximum(size["sequences"], 1), np.maximum(size["heads"], 1)
     queries, keys = np.maximum(size["tokens"] / sequences, 1), np.maximum(size["kv_tokens"] / sequences, 1)
-    together = np.where(packed & (queries < 128), heads / np.maximum(size["kv_heads"], 1), 1.0)
+    together = np.where((device.mcpu not in _NEWEST) & (queries < 128), heads / np.maximum(size["kv_heads"], 1), 1.0)
     at_once = queries * together
     rows = np.select([(at_once > 64) & (size["head_dim"] <= 128), at_once > 16], [128.0, 64.0], 16.0)
     seen = np.maximum(size["pairs"] / np.maximum(size["tokens"], 1), 1)
     masked = seen < 0.999 * keys
-    reach = np.where(masked, np.minimum(keys, seen + (_MASKED - 0.5) * np.minimum(queries, rows / together)), keys)
+    reach = np.where(masked, np.minimum(keys, seen + (masks - 0.5) * np.minimum(queries, rows / together)), keys)
     growing = masked & (seen > 0.95 * (keys - queries / 2))  # otherwise a window, as wide for all
     steps, most = np.ceil(reach / 64), np.ceil(np.where(growing, keys, reach) / 64)
     blocks = sequences * heads / together * np.ceil(at_once / rows)
-    return np.where(blocks <= cores, most / steps, blocks / cores + _LAST * most / steps), rows * steps * 64, rows
+    waves = np.where((blocks <= cores) & (last < 1), most / steps, blocks / cores + last * most / steps)
+    return waves, rows * steps * 64, rows
 
 
 def _decode(size: dict[str, FloatArray], cores: float, padded: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:

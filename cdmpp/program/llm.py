@@ -45,7 +45,7 @@ _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_m
           "internlm2", "deepseek", "yi", "baichuan", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "glm4_moe", "olmo3",
           "smollm3", "mistral3", "ministral", "exaone4", "seed_oss", "ernie4_5", "dots1",
           "qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text")  # fmt: skip
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3text": 6, "gptoss": 2, "olmo3": 4}
 _UNLIKE = ("kv_lora_rank", "full_attention_interval", "interleave_moe_layer_step", "mlp_only_layers")
 
 
@@ -169,14 +169,16 @@ def is_config(path: str | Path) -> bool:
 
 def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
     kind = str(config.get("model_type") or (config.get("architectures") or ["unknown"])[0]).lower()
-    if kind.removesuffix("forcausallm").replace("_", "") not in {known.replace("_", "") for known in _KNOWN}:
+    short = kind.removesuffix("forcausallm").replace("_", "")
+    if short not in {known.replace("_", "") for known in _KNOWN}:
         raise NetworkError(f"{name}: no decoder of kind {kind!r} is known here; there are {', '.join(_KNOWN)}")
     unlike = [field for field in _UNLIKE if config.get(field)]
     types = list(config.get("layer_types") or ())
     unlike += ["layer_types"] * (not {"full_attention", "sliding_attention"}.issuperset(types))
     if unlike:
         raise NetworkError(f"{name}: latent attention and layers that differ are not known here: {', '.join(unlike)}")
-    for field in (*_SIZES[1:], "head_dim", "num_experts_per_tok", "sliding_window", "sliding_window_pattern"):
+    pattern = ["sliding_window_pattern"] * (not types)
+    for field in (*_SIZES[1:], "head_dim", "num_experts_per_tok", "sliding_window", *pattern):
         if (given := config.get(field)) is not None and (not isinstance(given, int) or given < 1):
             raise NetworkError(f"{name}: {field} is {given!r}, expected a whole number above 0")
     missing = [field for field in _NEEDED if field not in config]
@@ -193,8 +195,8 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
     shared = config.get("shared_expert_intermediate_size") or int(config.get("n_shared_experts") or 0) * inner
     layers = int(config["num_hidden_layers"])
     window = int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
-    pattern = config.get("sliding_window_pattern") or _PATTERNS.get(kind, layers + 1)
-    windowed = types.count("sliding_attention") if types else layers - layers // pattern
+    every = config.get("sliding_window_pattern") or _PATTERNS.get(short, layers + 1)
+    windowed = types[:layers].count("sliding_attention") if types else layers - layers // every
     return Decoder(
         name=name, hidden=int(config["hidden_size"]), layers=layers, heads=heads, kv_heads=kv_heads,
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads), intermediate=inner,

@@ -62,6 +62,7 @@ def test_waves_make_steps_and_blocks_of_attention_are_dealt_out() -> None:
     assert work_s[[2, 4, 5]] == pytest.approx([1.4 * 64 * 512 * (216 / 142 + 0.75) * 256, *[2 * 16 * 128 * 128] * 2])
     assert seen.blocks[4:] == pytest.approx([2, 3.6, 1]) and seen.launches[3:] == pytest.approx([1, 1.5, 2.7, 1])
     assert others.launches[6] == 1.5  # FlashAttention alone was measured
+    assert mechanism(table[:1], get_device("epyc-zen4-2.6ghz@1")).blocks == 27 * 4 + 1  # none of this on a CPU
 
 
 def test_rows_are_read_again_from_the_nearest_that_has_room() -> None:

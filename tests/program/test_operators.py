@@ -136,8 +136,8 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
             load_decoder(written(**config))
     assert load_decoder("meta-llama/Llama-3.1-8B-Instruct") == load_decoder("llama-3.1-8b")
     window = {**llama, "sliding_window": 64}
-    half = ["sliding_attention", "full_attention"] * 16
-    kinds = {"layer_types": half}, {"sliding_window_pattern": 6}, {}, {"use_sliding_window": False}
+    half, every = ["sliding_attention", "full_attention"] * 20, "sliding_window_pattern"
+    kinds = {"layer_types": half, every: "LG"}, {every: 6}, {}, {"use_sliding_window": False}
     assert [load_decoder(written(**window, **kind)).windowed for kind in kinds] == [16, 27, 32, 0]
     assert load_decoder(written(model_type="gemma3", text_config=MODELS["gemma-3-27b"])).of_more and not known.of_more
     rows = load_decoder("gpt-oss-20b").step(2, 1, 4000, "bfloat16", "bfloat16")
