@@ -268,14 +268,11 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     compute, splits = _compute(tiles, depth, peak / cores, cores, cache_rate / cores)
     compute = np.where(op == "conv", compute / _conv_speedup(table, size, device), compute)
     attends = (op == "attention") & (size["tokens"] > size["sequences"])
-    waves_of_blocks, scores, rows_of_block = _attention(size, cores, device)
-    padded, (_, softmax, by_rows, _) = _PADDED_HEAD[device.mcpu in _NEWEST], _MANY[device.kind]
-    flops = 4 * waves_of_blocks * scores * (np.ceil(size["head_dim"] / padded) * padded + softmax)
-    cramped = 2 * (128 + 128) * size["head_dim"] > _ROOM * 1024 * (device.shared_kb or np.inf)
-    compute = np.where(attends, flops * np.where(cramped, _CRAMPED, 1.0) * cores / peak, compute)
+    flops, scores_of_core, blocks_of_core = _attention(size, cores, device)
+    compute = np.where(attends, flops * cores / peak, compute)
     again, rows_at_once = _again(op, size, todo["read"], element, device)
     far = rows_at_once * cores > cache
-    special = np.where(attends, waves_of_blocks * scores, todo["special"] / cores)
+    special = np.where(attends, scores_of_core, todo["special"] / cores)
     in_turn = (op == "gemm") & (element <= 2) & (device.kind == "gpu")
     others = (_IN_TURN - 1) * in_turn * size["batch"] * size["n"] * size["k"] * element
     decodes = (op == "attention") & ~attends & (device.kind == "gpu")
@@ -340,7 +337,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
         columns_of[f"idle_{name}"] = log(np.ceil(waves) / waves)
         columns_of[f"padding_{name}"] = log(tiles[tile] * tile[0] * tile[1] / (b * rows * columns))
     blocks = np.where(todo["matrix"] > 0, b * np.ceil(rows / 128) * np.ceil(columns / 128), moved / 65536)
-    blocks = np.where(attends, cores * waves_of_blocks * (rows_of_block / 128) ** by_rows, blocks)
+    blocks = np.where(attends, cores * blocks_of_core, blocks)
     blocks = np.where(decodes, cores * one_by_one * longer * (_FLASH_BLOCK if flash else 1.0), blocks)
     blocks = np.where((device.kind == "gpu") & np.isin(op, ("layernorm", "softmax")), size["m"], blocks)
     # ranks wait for each other in every round of a ring, up to the number where a tree takes fewer rounds
@@ -357,12 +354,12 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
 
 
 def _attention(size: dict[str, FloatArray], cores: float, device: Device) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Number of blocks that the busiest core processes one after the other, scores that each computes, and queries of each.
+    """FLOP of the busiest core for many queries, softmax included, scores that it computes, and blocks by what they start in.
 
     A block holds up to 128 queries of a head (64 of a long one) and goes over the keys that they see, 64 at a time, and over
     some that a mask hides (FlashAttention-2, Dao 2023, section 3.3). The few queries of heads that share keys share a block,
     except in the newest kernels. Blocks of later queries see more keys: the longest ends last."""
-    masks, _, _, last = _MANY[device.kind]
+    masks, softmax, by_rows, last = _MANY[device.kind]
     sequences, heads = np.maximum(size["sequences"], 1), np.maximum(size["heads"], 1)
     queries, keys = np.maximum(size["tokens"] / sequences, 1), np.maximum(size["kv_tokens"] / sequences, 1)
     together = np.where((device.mcpu not in _NEWEST) & (queries < 128), heads / np.maximum(size["kv_heads"], 1), 1.0)
@@ -375,7 +372,10 @@ def _attention(size: dict[str, FloatArray], cores: float, device: Device) -> tup
     steps, most = np.ceil(reach / 64), np.ceil(np.where(growing, keys, reach) / 64)
     blocks = sequences * heads / together * np.ceil(at_once / rows)
     waves = np.where((blocks <= cores) & (last < 1), most / steps, blocks / cores + last * most / steps)
-    return waves, rows * steps * 64, rows
+    scores, padded = waves * (rows * steps * 64), _PADDED_HEAD[device.mcpu in _NEWEST]
+    cramped = 2 * (128 + 128) * size["head_dim"] > _ROOM * 1024 * (device.shared_kb or np.inf)
+    columns = (np.ceil(size["head_dim"] / padded) * padded + softmax) * np.where(cramped, _CRAMPED, 1.0)
+    return 4 * scores * columns, scores, waves * (rows / 128) ** by_rows
 
 
 def _decode(size: dict[str, FloatArray], cores: float, padded: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
