@@ -129,7 +129,7 @@ def predict_serving(
         reports.append(_with_rates(report, serving, memory, (prices or {}).get(device.name)))
     if not reports:
         raise small[0]
-    part = [f"the text part of {decoder.name} alone: what encodes images or sound is not included"] * decoder.of_more
+    part = [f"the text part of {decoder.name} alone: what encodes images or sound is not included"] * decoder.text_part
     return [replace(report, notes=(*report.notes, *part, *map(str, small))) for report in reports]
 
 

@@ -39,8 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     )
 }  # fmt: skip
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-#: Kinds of model whose layers are as described above; those of which every layer but each n-th sees a window unless they say
-#: otherwise; and fields of models with latent attention or layers that differ more.
+#: Kinds of model as described above; those of which only each n-th layer sees all tokens; fields of layers that differ more.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gemma", "granite", "olmo2",
           "internlm2", "deepseek", "yi", "baichuan", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "glm4_moe", "olmo3",
           "smollm3", "mistral3", "ministral", "exaone4", "seed_oss", "ernie4_5", "dots1",
@@ -52,7 +51,7 @@ _UNLIKE = ("kv_lora_rank", "full_attention_interval", "interleave_moe_layer_step
 @dataclass(frozen=True)
 class Decoder:
     """Sizes of a decoder. A layer, or each of its ``experts``, is ``intermediate`` wide; ``windowed`` layers see a window.
-    ``of_more`` says that it is the text part of a model that also reads images or sound."""
+    ``text_part`` says that the model also reads images or sound, by parts that are not included."""
 
     name: str
     hidden: int
@@ -68,7 +67,7 @@ class Decoder:
     window: int = 0
     windowed: int = 0
     tied: bool = False
-    of_more: bool = False
+    text_part: bool = False
 
     def check_split(self, tp: int) -> None:
         """Raise NetworkError unless every rank gets whole heads and equal parts of the layers."""
@@ -112,8 +111,9 @@ class Decoder:
         add("rope", "elementwise", m=tokens, n=(heads + kv_heads) * self.head_dim, inputs=1)
         lengths = [new] * batch, [past + new] * batch
         for window, layers in ((0, self.layers - self.windowed), (self.window, self.windowed)):
-            sizes = attention(heads, kv_heads, self.head_dim, *lengths, window=window)
-            add("attention" + " to a window" * bool(window), "attention", layers, kv_dtype=kv_dtype, **sizes)
+            name, sizes = "attention" + " to a window" * bool(window), (heads, kv_heads, self.head_dim, *lengths)
+            if layers:
+                add(name, "attention", layers, kv_dtype=kv_dtype, **attention(*sizes, window=window))
         add("attention output", "gemm", m=tokens, n=self.hidden, k=heads * self.head_dim)
         wide = self.intermediate // tp
         if self.experts:
@@ -134,7 +134,7 @@ class Decoder:
         for row in rows:  # everything except the layers' matrix products stays in 16 bits
             if row["name"] in ("vocabulary", "router") or row["op"] not in ("gemm", "grouped_gemm"):
                 row["dtype"] = "bfloat16"
-        return [row for row in rows if row["count"]]
+        return rows
 
 
 def model_name(spec: str | Path) -> str:
@@ -202,5 +202,5 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads), intermediate=inner,
         vocabulary=int(config["vocab_size"]), experts=experts, experts_per_token=int(config.get("num_experts_per_tok") or 0),
         shared_intermediate=int(shared or 0) if experts else 0, window=window, windowed=windowed if window else 0,
-        tied=bool(config.get("tie_word_embeddings", False)), of_more=bool({"text_config", "vision_config"} & config.keys()),
+        tied=bool(config.get("tie_word_embeddings", False)), text_part=bool({"text_config", "vision_config"} & config.keys()),
     )  # fmt: skip

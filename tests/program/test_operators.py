@@ -139,7 +139,8 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
     half, every = ["sliding_attention", "full_attention"] * 20, "sliding_window_pattern"
     kinds = {"layer_types": half, every: "LG"}, {every: 6}, {}, {"use_sliding_window": False}
     assert [load_decoder(written(**window, **kind)).windowed for kind in kinds] == [16, 27, 32, 0]
-    assert load_decoder(written(model_type="gemma3", text_config=MODELS["gemma-3-27b"])).of_more and not known.of_more
+    gemma = load_decoder(written(model_type="gemma3", text_config=MODELS["gemma-3-27b"]))
+    assert gemma.text_part and not known.text_part
     rows = load_decoder("gpt-oss-20b").step(2, 1, 4000, "bfloat16", "bfloat16")
     assert [(row["count"], row["pairs"]) for row in rows if row["op"] == "attention"] == [(12, 8002), (12, 256)]
     kept = [load_decoder("gpt-oss-20b").memory_bytes("fp8", "bfloat16", 2, n, 0) for n in (128, 4096)]
