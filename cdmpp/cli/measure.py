@@ -48,9 +48,7 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
     if args.unscheduled and args.programs_of:
         raise ProfilerError("--unscheduled measures the tasks of networks, not the programs of a dataset")
     if sum(map(bool, (args.library, args.ray, args.rpc, args.compile_only))) > 1:
-        raise ProfilerError(
-            "--library, --ray and --rpc measure in different places, --compile-only nowhere: choose one"
-        )
+        raise ProfilerError("--library, --ray and --rpc measure in different places, --compile-only nowhere: use one")
     if args.library:
         from cdmpp.profiler.library import profile_library
 

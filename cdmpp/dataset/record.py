@@ -180,9 +180,7 @@ def check_schema_version(meta: Mapping[str, Any], path: Path) -> None:
     """Raise SchemaVersionError, which names both versions, unless the schema version is ours."""
     version = meta.get("schema_version")
     if version != SCHEMA_VERSION:
-        raise SchemaVersionError(
-            f"{path} has dataset schema version {version!r}; this cdmpp reads version {SCHEMA_VERSION}"
-        )
+        raise SchemaVersionError(f"{path} has dataset schema version {version!r}; this cdmpp reads {SCHEMA_VERSION}")
 
 
 def task_from_json(row: Mapping[str, Any], known: Mapping[str, Task]) -> Task:

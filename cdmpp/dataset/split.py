@@ -294,9 +294,7 @@ def _choose_networks(
     few = max(1, len(every) // 3)
     wanted = number if number is not None else DEFAULT_HELD_OUT_NETWORKS if len(every) >= 6 else few
     if wanted < 1 or len(every) <= wanted:
-        raise SplitError(
-            f"by_network cannot hold out {wanted} of {len(every)} networks; by_task splits a single network"
-        )
+        raise SplitError(f"by_network cannot hold out {wanted} of {len(every)} networks; by_task splits one network")
     family = {architecture(name): kind for name, kind in families.items()}
     best: tuple[int, float, list[str]] = (0, 0.0, [])
     for attempt in range(_CHOICES):

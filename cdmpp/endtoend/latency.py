@@ -104,9 +104,7 @@ def predict_latency(
     if runtime == "torch" and resolved.kind == "cpu":
         raise NetworkError("PyTorch runs networks, not tasks, on a CPU: give a network's name or file")
     if runtime == "tvm" and str(schedule) == UNTUNED and resolved.kind == "gpu":
-        raise NetworkError(
-            f"TVM has no untuned programs for {resolved.name}: ask for torch, or for tvm with a schedule"
-        )
+        raise NetworkError(f"TVM has no untuned programs for {resolved.name}: ask for torch, or tvm with a schedule")
     predictor = load_predictor(predictor)
     source = network_tasks(network, data)
     programs, notes = candidates(source, schedule, resolved, programs_per_task, seed)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -258,22 +259,27 @@ def collect_derived(
 def _derive_each(
     view: DatasetView, programs: Sequence[str], resolve: Any, derive: Callable[[list[Any]], Iterable[Any]]
 ) -> tuple[dict[str, Any], dict[str, ProgramError]]:
-    """Results of ``derive`` on the PrimFuncs of programs, in one call or, if that fails, one by one; and the errors."""
-    funcs: dict[str, Any] = {}
-    for program in programs:
+    """Results of ``derive`` on the PrimFuncs of programs, in as few calls as its errors allow; and the errors."""
+
+    def rebuilt(program: str) -> Any:
         try:
-            funcs[program] = resolve(view.programs[program])
+            return resolve(view.programs[program])
         except (KeyError, ProgramError) as err:
             logger.warning("program %s cannot be rebuilt: %s", program, err)
-    with suppress(ProgramError):  # raised by one program, which the loop below finds
-        return dict(zip(funcs, derive(list(funcs.values())), strict=True)), {}
-    found, refused = dict[str, Any](), dict[str, ProgramError]()
-    for program, func in funcs.items():
+
+    def results(programs: list[str]) -> tuple[dict[str, Any], dict[str, ProgramError]]:
         try:
-            (found[program],) = derive([func])
+            return dict(zip(programs, derive([funcs[p] for p in programs]), strict=True)), {}
         except ProgramError as err:
-            refused[program] = err
-    return found, refused
+            if len(programs) == 1:
+                return {}, {programs[0]: err}
+        middle = len(programs) // 2
+        (found, refused), (more, others) = results(programs[:middle]), results(programs[middle:])
+        return found | more, refused | others
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # TVM replays programs outside Python's lock
+        funcs = {p: func for p, func in zip(programs, pool.map(rebuilt, programs), strict=True) if func is not None}
+    return results(list(funcs))
 
 
 def first_holders(view: DatasetView) -> dict[Path, set[str]]:

@@ -139,9 +139,7 @@ class Predictor:
         for name, values in measured.items():
             source = self.device(name)
             if source.name == target.name:
-                raise PredictorError(
-                    f"{source.name} is the device asked for: what was measured there needs no prediction"
-                )
+                raise PredictorError(f"{source.name} is the device asked for: what was measured needs no prediction")
             if source.kind != target.kind:
                 raise PredictorError(
                     f"latencies on a {source.kind} ({source.name}) say too little of a {target.kind} ({target.name})"

@@ -34,7 +34,12 @@ class Task:
             from cdmpp.program.generators import build_description
 
             return build_description(self.tir_json)
-        return import_tvm().ir.load_json(self.tir_json)
+        tvm = import_tvm()
+        if f'"tvm_version":"{tvm.__version__}"' in self.tir_json:  # nothing to convert, which takes longer than reading
+            from tvm_ffi.serialization import from_json_graph_str
+
+            return from_json_graph_str(self.tir_json)
+        return tvm.ir.load_json(self.tir_json)
 
 
 @dataclass(frozen=True)

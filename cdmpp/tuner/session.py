@@ -424,6 +424,4 @@ def measure_close_again(
                     progress.count_costs(outcome)
             changed += progress.relabel(store.outcomes(), dataset.programs[close[0]].task_hash)
     store.open_database(tuners, anew=True)
-    say(
-        f"{len(programs)} programs of {len(groups)} tasks were close: measured again, another one is the best in {changed}"
-    )
+    say(f"{len(programs)} programs of {len(groups)} tasks were close: measured again, another is the best in {changed}")

@@ -109,9 +109,7 @@ def test_a_held_out_device_is_not_in_training_but_for_allowed_tasks(data: Data, 
 
 
 @given(labelled(), SEEDS, st.sampled_from([0.05, 0.3, 0.7]), SHOTS)
-def test_adapt_rows_leave_test_and_share_no_program_with_it(
-    data: Data, seed: int, adapt: float, shots: set[str]
-) -> None:
+def test_adapt_rows_leave_test_and_share_no_program(data: Data, seed: int, adapt: float, shots: set[str]) -> None:
     labels, networks = data
     few = f";tasks={'+'.join(sorted(shots))}" if shots else ""
     for spec in (f"by_network:seed={seed}", f"by_device:seed={seed}{few}"):

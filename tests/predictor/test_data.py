@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from cdmpp.dataset import Dataset, Record
-from cdmpp.errors import DatasetError, SplitError
+from cdmpp.errors import DatasetError, ProgramError, SplitError
 from cdmpp.files import cache_file
 from cdmpp.predictor import config_from_dict, evaluate, gather, program_resolver, split_data, train
 from cdmpp.predictor.baselines import XGBoostModel, evaluate_models
 from cdmpp.predictor.baselines.xgboost import PER_STORE_FILE, collect_per_store
 from cdmpp.predictor.config import DataConfig
 from cdmpp.predictor.data import AST_FILE, subset
+from cdmpp.program import structural_hash
+from cdmpp.program.ast import compact_asts
 from tests.samples.programs import matmul_task
 
 DEVICES = ("h200", "v100")
@@ -99,13 +101,20 @@ def test_groups_of_shared_tasks(data):
     assert set(data.members("family")) == {("mlp",), ("cnn",)}
 
 
-def test_programs_that_cannot_be_rebuilt_are_left_out_and_said(folder, caplog, tmp_path):
+def test_programs_without_an_ast_are_left_out_and_said(folder, data, caplog, tmp_path, monkeypatch):
     dataset = Dataset.open(shutil.copytree(folder, tmp_path / "d"))
-    broken = next(iter(dataset.programs))
+    broken, refused = list(data.asts)[:2]
     dataset.programs[broken] = replace(dataset.programs[broken], decisions="[[0, 5]]")
+
+    def choosy(funcs):
+        if refused in map(structural_hash, funcs):
+            raise ProgramError("made up")
+        return compact_asts(funcs)
+
+    monkeypatch.setattr("cdmpp.predictor.data.compact_asts", choosy)
     gathered = gather(dataset)
-    assert broken not in gathered.asts and broken not in set(gathered.labels["program"])
-    assert "labels left out" in caplog.text
+    assert gathered.asts.keys() == data.asts.keys() - {broken, refused} == set(gathered.labels["program"])
+    assert "labels left out" in caplog.text and f"left out: 1, such as {refused}: made up" in caplog.text
 
 
 def test_labels_of_a_disturbed_core_neither_train_nor_test(folder, caplog, tmp_path):

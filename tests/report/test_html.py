@@ -28,9 +28,7 @@ HOSTILE = "<script>alert('net')</script> & co"
 def data():
     made = make_data(n_tasks=40, per_task=4)
     # net1 in as many sizes as it has tasks
-    networks = {
-        t: (HOSTILE if n == "net0" else f"net1@s{t}" if n == "net1" else n,) for t, (n,) in made.networks.items()
-    }
+    networks = {t: (HOSTILE if n == "net0" else n + f"@s{t}" * (n == "net1"),) for t, (n,) in made.networks.items()}
     families = {networks[t][0]: f"<{made.families[n]}>" for t, (n,) in made.networks.items()}
     tasks = {t: Task(t, f"<b>conv</b>&{t}", "", {}, 1.0, 1.0, "float32") for t in networks}
     return replace(made, networks=networks, families=families, view=SimpleNamespace(tasks=tasks, parts=()))

@@ -20,9 +20,7 @@ SEARCH = {"population": 24, "generations": 1}
 
 def tune_config(trials: int, **options: Any) -> TuneConfig:
     """A small search beside the analytical estimate."""
-    limits = {
-        name: options.pop(name) for name in ("max_measurements", "budget_s", "energy_budget_j") if name in options
-    }
+    limits = {key: options.pop(key) for key in ("max_measurements", "budget_s", "energy_budget_j") if key in options}
     settings = {"predictor": None, "trim": None, "batch": 6, **SEARCH, **options}
     return TuneConfig(Objective(trials, **limits), **settings)
 

@@ -103,9 +103,7 @@ def test_what_goes_from_kernel_to_kernel_is_a_workspace(lowering: CudaLowering) 
         assert program.outputs == (1,)
 
 
-def test_the_compiler_counts_the_shared_memory_that_lowering_does(
-    lowering: CudaLowering, compiler: CudaCompiler
-) -> None:
+def test_the_compiler_counts_the_shared_memory_lowering_does(lowering: CudaLowering, compiler: CudaCompiler) -> None:
     program = next(
         p
         for p in lowered(lowering, matmul_task(64), 4)
