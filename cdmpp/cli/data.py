@@ -100,9 +100,7 @@ def _measure_rates(out: str | None, table: Any, console: Console, errors: Consol
         row = {} if device.known is None else device.known.used().to_json()
         row |= {f"peak_gflops.{dtype}": value for dtype, value in row.get("peak_gflops", {}).items()}
         known = {quantity: row.get(_BESIDE.get(quantity, quantity)) for quantity in device.results}
-        cells = [
-            (name, ui.number(value, ".4g"), ui.number(known[name], ".4g")) for name, value in device.results.items()
-        ]
+        cells = [(key, ui.number(value, ".4g"), ui.number(known[key], ".4g")) for key, value in device.results.items()]
         ui.show_table(console, f"{device.row.name}, measured", ("<quantity", "measured", "table"), cells)
         for reason in device.skipped:
             ui.say(console, f"not measured: {reason}")

@@ -193,7 +193,7 @@ def _by_network(
     test_tasks = {task for task, names in members.items() if names & set(held)}
     rest = {task: names for task, names in members.items() if task not in test_tasks}
     if isinstance(valid, float | int):
-        chosen = _validation_networks(rest, task_rows, float(valid), seed)
+        chosen = _validation(rest, task_rows, float(valid), seed)
         valid_tasks = set() if chosen else _draw(rest, float(valid), seed, "valid")
     else:
         chosen = _known_names(map(architecture, valid), every, "network")
@@ -298,7 +298,7 @@ def _choose_networks(
     family = {architecture(name): kind for name, kind in families.items()}
     best: tuple[int, float, list[str]] = (0, 0.0, [])
     for attempt in range(_CHOICES):
-        chosen = _first_fitting(ordered(every, seed, f"network{attempt}"), members, wanted, family)
+        chosen = _fitting(ordered(every, seed, f"network{attempt}"), members, wanted, family)
         share = _count(members, chosen) / len(members)
         best = max(best, (len(chosen), min(share, _MIN_TEST_SHARE), chosen), key=lambda choice: choice[:2])
     if not best[0] or (number is not None and best[0] < number):
@@ -309,9 +309,7 @@ def _choose_networks(
     return sorted(best[2])
 
 
-def _first_fitting(
-    order: Sequence[str], members: Mapping[str, set[str]], wanted: int, family: Mapping[str, str]
-) -> list[str]:
+def _fitting(order: Sequence[str], groups: Mapping[str, set[str]], wanted: int, family: Mapping[str, str]) -> list[str]:
     """The first networks in this order that are of different families and have few tasks in total."""
     chosen: list[str] = []
     used: set[str] = set()
@@ -321,7 +319,7 @@ def _first_fitting(
                 kind = family.get(name)
                 if len(chosen) == wanted or name in chosen or (new_family_only and kind in used):
                     continue
-                if _count(members, [*chosen, name]) <= share * len(members):
+                if _count(groups, [*chosen, name]) <= share * len(groups):
                     chosen.append(name)
                     used.update([kind] if kind is not None else [])
     return chosen
@@ -332,9 +330,7 @@ def _count(members: Mapping[str, set[str]], networks: Collection[str]) -> int:
     return sum(not names.isdisjoint(networks) for names in members.values())
 
 
-def _validation_networks(
-    rest: Mapping[str, set[str]], task_rows: Mapping[str, int], fraction: float, seed: int
-) -> list[str]:
+def _validation(rest: Mapping[str, set[str]], task_rows: Mapping[str, int], fraction: float, seed: int) -> list[str]:
     """Networks that have about this fraction of the remaining labels; none if each network alone has too many."""
     _check_fractions(0.0, fraction)
     total = sum(task_rows[task] for task in rest)

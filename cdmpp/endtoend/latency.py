@@ -319,6 +319,4 @@ def _notes(nodes: Sequence[GraphNode], tasks: Collection[TaskLatency]) -> Iterat
     if far := sum(bool(task.unfamiliar) for task in tasks):
         yield f"{far} of {len(tasks)} tasks are far from the training data"
     if any(task.origin == "random" for task in tasks):
-        yield (
-            "the best of many predictions is more often too low than one of them: so is this latency, and its intervals"
-        )
+        yield "the best of many predictions is more often too low than one: so is this latency, and its intervals"

@@ -130,6 +130,7 @@ def predict_serving(
     if not reports:
         raise small[0]
     part = [f"the text part of {decoder.name} alone: what encodes images or sound is not included"] * decoder.text_part
+    part += ["latent attention was never measured: its times are of attention to as many bytes"] * bool(decoder.latent)
     return [replace(report, notes=(*report.notes, *part, *map(str, small))) for report in reports]
 
 

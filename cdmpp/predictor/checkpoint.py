@@ -112,9 +112,7 @@ def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     networks = {"network": fields["network"]} | {f"member{i}": one for i, one in enumerate(fields["members"], 1)}
     states = {f"{name}.{k}": v for name, one in networks.items() for k, v in one.state_dict().items()}
-    tensors = {
-        name: v.half() if v.is_floating_point() and v.equal(v.half().float()) else v for name, v in states.items()
-    }
+    tensors = {key: v.half() if v.is_floating_point() and v.equal(v.half().float()) else v for key, v in states.items()}
     extras = {name: fields[name] for name in (*_PREFIXES, "familiarity", "scaling") if fields[name] is not None}
     for name in ("encoder", *_PREFIXES, "familiarity"):
         if fields[name] is not None:

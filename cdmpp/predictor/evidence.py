@@ -142,14 +142,9 @@ def combine(
     return np.asarray(np.exp((np.stack(logs) * np.stack(weights)).sum(0) / np.stack(weights).sum(0)))
 
 
-def _log_scaled(
-    estimate_part: float, measured_s: FloatArray, ratio: FloatArray, ratio_of_estimates: FloatArray
-) -> FloatArray:
+def _log_scaled(part: float, measured_s: FloatArray, ratio: FloatArray, estimated: FloatArray) -> FloatArray:
     """Logarithm of measured latencies scaled to another device, without bias."""
-    return np.asarray(
-        np.log(measured_s) + (1 - estimate_part) * np.log(ratio) + estimate_part * np.log(ratio_of_estimates),
-        dtype=np.float64,
-    )
+    return np.asarray(np.log(measured_s) + (1 - part) * np.log(ratio) + part * np.log(estimated), dtype=np.float64)
 
 
 def fit_scaling(

@@ -608,9 +608,7 @@ def _code_of(
     counts: FloatArray, view: ProgramView, memory: FloatArray, estimates_s: FloatArray, device: Device
 ) -> CodeRows:
     program, loops = np.split(counts, [-LOOPS * len(LOOP_FEATURES)], axis=1)
-    of = {
-        name: counts[:, CODEGEN_FEATURES.index(name)] for name in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))
-    }
+    of = {key: counts[:, CODEGEN_FEATURES.index(key)] for key in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))}
     # counts are those of a single thread: several share the work in rounds
     share = np.ceil(view.parallel / _cores(device)) / view.parallel
     ns_per_cycle = share * 1e3 / (device.working_mhz or 2500.0)

@@ -77,14 +77,12 @@ def train(
             data = as_data(config, datasets)
         split = split or split_data(config.split.spec, data)
         taught, trained = (data, split), list[Predictor]()
-        for number in [*range(1, config.train.members), 0]:
-            if number == 0 and config.data.unmeasured:
+        for i in [*range(1, config.train.members), 0]:
+            if i == 0 and config.data.unmeasured:
                 teacher = replace(trained[0], members=tuple(other.network for other in trained[1:]))
                 taught = with_unmeasured(data, split, teacher)
-            own = config.model_copy(
-                update={"train": config.train.model_copy(update={"seed": config.train.seed + number})}
-            )
-            folder = out if number == 0 else out / f"member{number}"
+            own = config.model_copy(update={"train": config.train.model_copy(update={"seed": config.train.seed + i})})
+            folder = out if i == 0 else out / f"member{i}"
             fitted, final, history = _train_network(own, *taught, folder, progress, resume, processes)
             trained.append(fitted.predictor(final.best, training_summary(config, data, split, final)))
         networks = [each.network for each in trained]

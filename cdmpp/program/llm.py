@@ -1,8 +1,8 @@
 """Decoder-only transformers as lists of operators, from the configuration file that is published with their weights.
 
-Dense, grouped-query and mixture-of-experts decoders with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, gpt-oss and
-similar). A serving step runs each layer as engines do: one product for queries, keys and values, one for gate and up, experts
-as grouped products, and with ``tp`` ranks two all-reduces a layer (Shoeybi et al., Megatron-LM, section 3).
+Dense, grouped-query, latent-attention and mixture-of-experts decoders with gated feed-forward layers (Llama, Qwen, Gemma,
+gpt-oss, DeepSeek and similar). A serving step runs each layer as engines do: one product for queries, keys and values, one
+for gate and up, experts as grouped products, and with ``tp`` ranks two all-reduces a layer (Shoeybi et al., Megatron-LM).
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
         *((f"gpt-oss-{size}b", ("gpt_oss", 2880, 2880, layers, 64, 8, 201088),
            {"head_dim": 64, "sliding_window": 128, "num_local_experts": experts, "num_experts_per_tok": 4})
           for size, layers, experts in ((20, 24, 32), (120, 36, 128))),
+        *((name, ("deepseek_v3", 7168, 18432, 61, 128, 128, 129280),
+           {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3}) for name in ("deepseek-v3", "deepseek-r1")),
         ("mixtral-8x7b", ("mixtral", 4096, 14336, 32, 32, 8, 32000), {"num_local_experts": 8, "num_experts_per_tok": 2}),
     )
 }  # fmt: skip
@@ -42,16 +46,23 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 #: Kinds of model as described above; those of which only each n-th layer sees all tokens; fields of layers that differ more.
 _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "phi3", "gemma", "granite", "olmo2",
           "internlm2", "deepseek", "yi", "baichuan", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "glm4_moe", "olmo3",
-          "smollm3", "mistral3", "ministral", "exaone4", "seed_oss", "ernie4_5", "dots1",
+          "smollm3", "mistral3", "ministral", "exaone4", "seed_oss", "ernie4_5", "dots1", "deepseek_v2", "deepseek_v3",
+          "kimi_k2", "cohere", "cohere2", "glm", "glm4", "granitemoe", "olmoe", "phimoe", "minimax_m2", "stablelm",
           "qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text")  # fmt: skip
-_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3text": 6, "gptoss": 2, "olmo3": 4}
-_UNLIKE = ("kv_lora_rank", "full_attention_interval", "interleave_moe_layer_step", "mlp_only_layers")
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3text": 6, "gptoss": 2, "olmo3": 4, "cohere2": 4}
+_UNLIKE = ("full_attention_interval", "interleave_moe_layer_step", "mlp_only_layers")
+#: Products that stay in 16 bits, as everything does except the layers' other products.
+_IN_16_BITS = ("vocabulary", "router", "queries to latents", "latents to values")
+#: Sizes of latent attention: what queries, and keys with values, are reduced to; parts of a head.
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Sizes of a decoder. A layer, or each of its ``experts``, is ``intermediate`` wide; ``windowed`` layers see a window.
-    ``text_part`` says that the model also reads images or sound, by parts that are not included."""
+    """Sizes of a decoder. A layer, or each of its ``experts``, is ``intermediate`` wide; ``dense`` layers have no experts and
+    are ``dense_intermediate`` wide; ``windowed`` layers see a window. ``latent`` are the sizes :data:`_LATENT` of heads that
+    expand their keys and values from one vector a token (DeepSeek-V2, arXiv 2405.04434, section 2.1). ``text_part`` says that
+    the model also reads images or sound, by parts that are not included."""
 
     name: str
     hidden: int
@@ -66,6 +77,9 @@ class Decoder:
     shared_intermediate: int = 0
     window: int = 0
     windowed: int = 0
+    dense: int = 0
+    dense_intermediate: int = 0
+    latent: tuple[int, ...] = ()
     tied: bool = False
     text_part: bool = False
 
@@ -84,14 +98,20 @@ class Decoder:
     def weights(self, tp: int = 1) -> float:
         """Parameters that one of ``tp`` ranks holds."""
         attending = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        wide = 3 * self.hidden * (self.intermediate * max(1, self.experts) + self.shared_intermediate)
+        if self.latent:
+            q, kv, nope, rope, value = self.latent
+            of_head = (q or self.hidden) * (nope + rope) + kv * (nope + value) + self.hidden * value
+            attending = self.hidden * (q + kv + rope) + self.heads * of_head
+        columns = self.intermediate * max(1, self.experts) + self.shared_intermediate + self.experts / 3
+        wide = 3 * self.hidden * ((self.layers - self.dense) * columns + self.dense * self.dense_intermediate)
         outside = self.hidden * self.vocabulary * (1 if self.tied else 2)
-        return (self.layers * (attending + wide + self.hidden * self.experts) + outside) / tp
+        return (self.layers * attending + wide + outside) / tp
 
     def memory_bytes(self, dtype: str, kv_dtype: str, batch: int, tokens: int, new: float, tp: int = 1) -> float:
         """Bytes on one of ``tp`` ranks: weights, keys and values of ``tokens`` of each sequence, and activations of ``new``."""
         kept = (self.layers - self.windowed) * tokens + self.windowed * min(tokens, self.window)
-        cache = 2 * batch * kept * max(1.0, self.kv_heads / tp) * self.head_dim * ELEMENT_BYTES[kv_dtype]
+        of_token = sum(self.latent[1:4:2]) or 2 * max(1.0, self.kv_heads / tp) * self.head_dim
+        cache = batch * kept * of_token * ELEMENT_BYTES[kv_dtype]
         live = new * (4 * self.hidden + 3 * self.intermediate / tp) * 2
         return self.weights(tp) * ELEMENT_BYTES[dtype] + cache + live
 
@@ -107,32 +127,47 @@ class Decoder:
 
         add("embedding", "embedding", 1, m=tokens, n=self.hidden)
         add("norms", "rmsnorm", 2 * self.layers + 1, m=tokens, n=self.hidden)
-        add("qkv", "gemm", m=tokens, n=(heads + 2 * kv_heads) * self.head_dim, k=self.hidden)
-        add("rope", "elementwise", m=tokens, n=(heads + kv_heads) * self.head_dim, inputs=1)
+        head_dim = of_output = self.head_dim
+        if self.latent:
+            q, kv, nope, rope, of_output = self.latent
+            add("latents", "gemm", m=tokens, n=q + kv + rope, k=self.hidden)
+            add("queries", "gemm", m=tokens, n=heads * (nope + rope), k=q or self.hidden)
+            add("rope", "elementwise", m=tokens, n=(heads + 1) * rope, inputs=1)
+            if new > 1:
+                add("keys and values", "gemm", m=batch * (past + new), n=heads * (nope + of_output), k=kv)
+                kv_heads, head_dim = heads, (nope + rope + of_output) // 2
+            else:  # all heads read the vectors themselves, once: what would expand them is applied to queries and output
+                add("queries to latents", "gemm", batch=heads, m=tokens, n=kv, k=nope)
+                add("latents to values", "gemm", batch=heads, m=tokens, n=of_output, k=kv)
+                kv_heads, head_dim = 1, (kv + rope) // 2
+        else:
+            add("qkv", "gemm", m=tokens, n=(heads + 2 * kv_heads) * head_dim, k=self.hidden)
+            add("rope", "elementwise", m=tokens, n=(heads + kv_heads) * head_dim, inputs=1)
         lengths = [new] * batch, [past + new] * batch
         for window, layers in ((0, self.layers - self.windowed), (self.window, self.windowed)):
-            name, sizes = "attention" + " to a window" * bool(window), (heads, kv_heads, self.head_dim, *lengths)
+            name, sizes = "attention" + " to a window" * bool(window), (heads, kv_heads, head_dim, *lengths)
             if layers:
                 add(name, "attention", layers, kv_dtype=kv_dtype, **attention(*sizes, window=window))
-        add("attention output", "gemm", m=tokens, n=self.hidden, k=heads * self.head_dim)
-        wide = self.intermediate // tp
+        add("attention output", "gemm", m=tokens, n=self.hidden, k=heads * of_output)
+        sparse, wide = self.layers - self.dense, self.intermediate // tp
         if self.experts:
-            add("router", "gemm", m=tokens, n=self.experts, k=self.hidden)
+            add("router", "gemm", sparse, m=tokens, n=self.experts, k=self.hidden)
             dealt = {"batch": self.experts, "m": tokens * self.experts_per_token}
-            add("experts, gate and up", "grouped_gemm", n=2 * wide, k=self.hidden, **dealt)
-            add("experts, activation", "silu_mul", m=tokens * self.experts_per_token, n=wide)
-            add("experts, down", "grouped_gemm", n=self.hidden, k=wide, **dealt)
+            add("experts, gate and up", "grouped_gemm", sparse, n=2 * wide, k=self.hidden, **dealt)
+            add("experts, activation", "silu_mul", sparse, m=tokens * self.experts_per_token, n=wide)
+            add("experts, down", "grouped_gemm", sparse, n=self.hidden, k=wide, **dealt)
             wide = self.shared_intermediate // tp
-        if wide:
-            add("gate and up", "gemm", m=tokens, n=2 * wide, k=self.hidden)
-            add("activation", "silu_mul", m=tokens, n=wide)
-            add("down", "gemm", m=tokens, n=self.hidden, k=wide)
+        for width, layers in ((wide, sparse), (self.dense_intermediate // tp, self.dense)):
+            if width and layers:
+                add("gate and up", "gemm", layers, m=tokens, n=2 * width, k=self.hidden)
+                add("activation", "silu_mul", layers, m=tokens, n=width)
+                add("down", "gemm", layers, m=tokens, n=self.hidden, k=width)
         if tp > 1:
             add("all-reduce", "all_reduce", 2 * self.layers, bytes=2 * tokens * self.hidden, num_workers=tp)
         # only the last token of each sequence needs logits
         add("vocabulary", "gemm", 1, m=batch, n=-(-self.vocabulary // tp), k=self.hidden)
-        for row in rows:  # everything except the layers' matrix products stays in 16 bits
-            if row["name"] in ("vocabulary", "router") or row["op"] not in ("gemm", "grouped_gemm"):
+        for row in rows:
+            if row["name"] in _IN_16_BITS or row["op"] not in ("gemm", "grouped_gemm"):
                 row["dtype"] = "bfloat16"
         return rows
 
@@ -176,9 +211,9 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
     types = list(config.get("layer_types") or ())
     unlike += ["layer_types"] * (not {"full_attention", "sliding_attention"}.issuperset(types))
     if unlike:
-        raise NetworkError(f"{name}: latent attention and layers that differ are not known here: {', '.join(unlike)}")
+        raise NetworkError(f"{name}: layers that differ like this are not known here: {', '.join(unlike)}")
     pattern = ["sliding_window_pattern"] * (not types)
-    for field in (*_SIZES[1:], "head_dim", "num_experts_per_tok", "sliding_window", *pattern):
+    for field in (*_SIZES[1:], "head_dim", "num_experts_per_tok", "sliding_window", *_LATENT, *pattern):
         if (given := config.get(field)) is not None and (not isinstance(given, int) or given < 1):
             raise NetworkError(f"{name}: {field} is {given!r}, expected a whole number above 0")
     missing = [field for field in _NEEDED if field not in config]
@@ -186,6 +221,8 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
     inner = int((experts and config.get("moe_intermediate_size")) or config.get("intermediate_size") or 0)
     missing += ["intermediate_size"] * (not inner)
     missing += ["num_experts_per_tok"] * (experts > 0 and not config.get("num_experts_per_tok"))
+    latent = tuple(int(config.get(field) or 0) for field in _LATENT) if config.get("kv_lora_rank") else ()
+    missing += [field for field, size in zip(_LATENT[1:], latent[1:], strict=False) if not size]
     if missing:
         raise NetworkError(f"{name}: its configuration lacks {', '.join(missing)}")
     heads = int(config["num_attention_heads"])
@@ -202,5 +239,8 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads), intermediate=inner,
         vocabulary=int(config["vocab_size"]), experts=experts, experts_per_token=int(config.get("num_experts_per_tok") or 0),
         shared_intermediate=int(shared or 0) if experts else 0, window=window, windowed=windowed if window else 0,
-        tied=bool(config.get("tie_word_embeddings", False)), text_part=bool({"text_config", "vision_config"} & config.keys()),
+        dense=int(config.get("first_k_dense_replace") or 0) if experts else 0,
+        dense_intermediate=int(config.get("intermediate_size") or 0), latent=latent,
+        tied=bool(config.get("tie_word_embeddings", short.startswith(("gemma", "cohere")))),
+        text_part=bool({"text_config", "vision_config"} & config.keys()),
     )  # fmt: skip

@@ -187,9 +187,7 @@ def _drawn(name: str, number: int) -> Network:
         torch.manual_seed(number)
         module = Operators(number)
     network = Network.from_torch(module, [torch.zeros(item.shape) for item in module.inputs], name)
-    return replace(
-        network, family="generated", inputs=module.inputs, source="zoo", description="operators drawn at random"
-    )
+    return replace(network, family="generated", inputs=module.inputs, source="zoo", description="random operators")
 
 
 # -- torch -----------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def _groups(
     noise, floor = records["noise"], records["error_floor"]
     metrics = {**scores["groups"], **evaluate_groups((label_s, predicted_s, tasks, devices, noise, floor), further)}
     found = {
-        grouping: _worst_first(metrics[grouping], predicted_s / label_s, names)
+        grouping: _worst(metrics[grouping], predicted_s / label_s, names)
         for grouping, names in {**members, **further}.items()
     }
     sizes: dict[str, list[Row]] = {}
@@ -194,9 +194,7 @@ def _groups(
     }, [row for row in found["pair"] if row["top1_regret"] is not None]
 
 
-def _worst_first(
-    groups: Mapping[str, Mapping[str, Any]], ratio: pd.Series, members: Sequence[tuple[str, ...]]
-) -> list[Row]:
+def _worst(groups: Mapping[str, Mapping[str, Any]], ratio: pd.Series, members: Sequence[tuple[str, ...]]) -> list[Row]:
     """Rows of groups, the largest MAPE first; ``ratio`` is predicted / measured by record, ``members`` the record's groups."""
     of_group = ratio.repeat([len(names) for names in members])
     bias = of_group.groupby([name for names in members for name in names]).median() - 1

@@ -617,10 +617,8 @@ def _place(n: int, rng: random.Random) -> int:
     return min(n - 1, int(math.exp(rng.random() * math.log(n + 1))) - 1)
 
 
-def _decisions(decisions_json: str) -> tuple[tuple[int, Decision], ...]:
-    return tuple(
-        (int(at), tuple(map(int, d)) if isinstance(d, list) else int(d)) for at, d in json.loads(decisions_json)
-    )
+def _decisions(written: str) -> tuple[tuple[int, Decision], ...]:
+    return tuple((int(at), tuple(map(int, d)) if isinstance(d, list) else int(d)) for at, d in json.loads(written))
 
 
 @functools.cache

@@ -242,7 +242,7 @@ def fit_correction(z: FloatArray, task: IntArray, residual: FloatArray, common: 
     rows = slice(max(0, len(residual) - _COMPARED), None)
     recent = (z[rows], task[rows], residual[rows])
     kernels = list(_candidates(*recent))
-    if _tasks_help_each_other(kernels, *recent, common):
+    if _tasks_help(kernels, *recent, common):
         # Leave-one-out cannot tell shared kernels from the others: the task's other records already predict the one left out.
         kernels = [_sharing(kernel, common) for kernel in kernels]
     best = max((Correction(kernel, *recent) for kernel in kernels), key=lambda c: c.log_density)
@@ -274,9 +274,7 @@ def _sharing(kernel: Kernel, common: float) -> Kernel:
     return replace(kernel, own=own, offset=offset, shared=own + offset, common=common)
 
 
-def _tasks_help_each_other(
-    kernels: list[Kernel], z: FloatArray, task: IntArray, residual: FloatArray, common: float
-) -> bool:
+def _tasks_help(kernels: list[Kernel], z: FloatArray, task: IntArray, residual: FloatArray, common: float) -> bool:
     """Whether predicting a task's residuals from other tasks is better than no correction."""
     tasks, counts = np.unique(task, return_counts=True)
     groups = [np.flatnonzero(task == t) for t in tasks[counts >= _PER_TASK]]

@@ -292,9 +292,7 @@ class TuningSession:
         progress, (task, chosen) = self._progress, self._under_way[0]
         begun = chosen.result()
         self._under_way.popleft()
-        done = [
-            outcome for outcome in in_time(self._measurer, begun.futures, progress.time_left_s) if outcome is not None
-        ]
+        done = [found for found in in_time(self._measurer, begun.futures, progress.time_left_s) if found is not None]
         with progress.lock:
             for outcome in done:
                 progress.enter(task, outcome)

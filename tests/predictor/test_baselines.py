@@ -11,13 +11,10 @@ import torch
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError
 from cdmpp.predictor.baselines import MODEL_NAMES, CdmppModel, TaskMedian, XGBoostModel, evaluate_models, make_model
 from cdmpp.predictor.baselines.networks import CdmppReleased, LstmModel, LstmNetwork, ReleasedNetwork, ReleasedSizes
-from cdmpp.predictor.baselines.xgboost import (
-    AGGREGATED_DIM,
-    PER_STORE_DIM,
-    aggregate_per_store,
-    load_per_store,
-    save_per_store,
-)
+
+from cdmpp.predictor.baselines.xgboost import (  # isort: skip
+    AGGREGATED_DIM, PER_STORE_DIM, aggregate_per_store, load_per_store, save_per_store,
+)  # fmt: skip
 from cdmpp.predictor.config import TrainConfig
 from cdmpp.predictor.data import split_data
 from cdmpp.predictor.encoding import Context, PaddedBatch

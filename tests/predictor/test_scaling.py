@@ -10,15 +10,10 @@ import pytest
 
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate
-from cdmpp.predictor.evidence import (
-    DevicePair,
-    DeviceScaling,
-    Evidence,
-    combine,
-    device_distance,
-    fit_scaling,
-    measured_latencies,
-)
+
+from cdmpp.predictor.evidence import (  # isort: skip
+    DevicePair, DeviceScaling, Evidence, combine, device_distance, fit_scaling, measured_latencies,
+)  # fmt: skip
 from cdmpp.predictor.pair_features import share_ratio
 from cdmpp.predictor.training import train
 from tests.samples.training import change_state, make_data, small_config

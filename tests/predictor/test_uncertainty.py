@@ -15,16 +15,10 @@ from cdmpp.device import get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor import Predictor, evaluate, split_data, train
 from cdmpp.predictor.training import calibrated
-from cdmpp.predictor.uncertainty import (
-    ALL_DEVICES,
-    FAMILIAR_QUANTILE,
-    MAX_STEPS,
-    MIN_UNITS,
-    UNSEEN,
-    Calibration,
-    ScoreDistribution,
-    interval_metrics,
-)
+
+from cdmpp.predictor.uncertainty import (  # isort: skip
+    ALL_DEVICES, FAMILIAR_QUANTILE, MAX_STEPS, MIN_UNITS, UNSEEN, Calibration, ScoreDistribution, interval_metrics,
+)  # fmt: skip
 from tests.samples.training import change_state, make_ast, make_data, make_device, small_config
 
 

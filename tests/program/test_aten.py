@@ -74,17 +74,15 @@ def test_sizes_of_an_operator(module: Any, shapes: Any, function: Any, expected:
 
 
 def test_onnx_operators_are_those_that_they_mean(tmp_path) -> None:
-    module = nn.Sequential(
+    net = nn.Sequential(
         nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 4, 2, 2),
         nn.Hardswish(), Function(lambda _, x: x.reshape(x.shape[0], -1)), nn.LayerNorm(576), nn.Linear(576, 5), nn.Softmax(-1),
     ).eval()  # fmt: skip
-    inputs, path = (torch.randn(2, 3, 32, 32),), tmp_path / "m.onnx"
-    torch.onnx.export(
-        module, inputs, path, dynamo=False, opset_version=17, dynamic_axes={"x": {0: "n"}}, input_names=["x"]
-    )
+    args, path = (torch.randn(2, 3, 32, 32),), tmp_path / "m.onnx"
+    torch.onnx.export(net, args, path, dynamo=False, opset_version=17, dynamic_axes={"x": {0: "n"}}, input_names=["x"])
     meant = load_network(f"{path}@b2").operators
     assert meant is not None
-    own, found = (table_of(calls_of(p)) for p in (Network.from_torch(module, inputs).export(), meant()))
+    own, found = (table_of(calls_of(p)) for p in (Network.from_torch(net, args).export(), meant()))
     pd.testing.assert_frame_equal(found, own)
 
 

@@ -94,10 +94,34 @@ def test_lists_of_operators_keep_what_is_unknown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "billions"), [
     ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("mixtral-8x7b", 46.7), ("qwen3-30b-a3b", 30.5), ("gemma-3-27b", 27.0),
-    ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8),
+    ("gpt-oss-20b", 20.9), ("gpt-oss-120b", 116.8), ("deepseek-v3", 671.0),
 ])  # fmt: skip
 def test_decoders_have_the_parameters_that_are_published(name: str, billions: float) -> None:
     assert load_decoder(name).weights() / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+@pytest.mark.parametrize(("kind", "sizes", "more", "billions"), [
+    ("olmoe", (2048, 1024, 16, 16, 16, 50304), {"num_experts": 64, "num_experts_per_tok": 8}, 6.92),
+    ("phimoe", (4096, 6400, 32, 32, 8, 32064), {"num_local_experts": 16, "num_experts_per_tok": 2}, 41.9),
+    ("glm", (4096, 13696, 40, 32, 2, 151552), {}, 9.4), ("cohere", (8192, 22528, 40, 64, 64, 256000), {}, 35.0),
+])  # fmt: skip
+def test_other_kinds(kind: str, sizes: tuple[int, ...], more: dict[str, Any], billions: float, tmp_path: Path) -> None:
+    config = dict(zip(MODELS["llama-3.1-8b"], (kind, *sizes), strict=True)) | more
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_decoder(tmp_path / "config.json").weights() / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_latent_attention_keeps_one_vector_a_token() -> None:
+    decoder = load_decoder("deepseek-v3")
+    kept = [decoder.memory_bytes("fp8", "bfloat16", 1, tokens, 0) for tokens in (0, 1000)]
+    assert kept[1] - kept[0] == 70_272_000  # DeepSeek-V3's technical reports
+    for new, past, read in ((1, 1000, 1001 * 576 + 128 * 288), (512, 0, 512 * 128 * (320 + 160))):
+        table = operator_table(decoder.step(1, new, past, "fp8", "bfloat16"))
+        done, attends = work(table), (table["op"] == "attention").to_numpy()
+        assert done["read"][attends] == 2 * read
+        assert done["matrix"][attends] == table["pairs"].to_numpy()[attends] * 256 * (576 if new == 1 else 192 + 128)
+        active = sum(done["matrix"][~attends] * table["count"][~attends]) / new / 2
+        assert active == pytest.approx(37e9 - 7168 * 129280, rel=0.02)  # the embedding is looked up
 
 
 def test_a_step_does_two_operations_a_parameter_and_token() -> None:
@@ -127,6 +151,7 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
         ({"model_type": "mamba"}, "no decoder of kind 'mamba'"),
         ({**llama, "model_type": "qwen3_next"}, "no decoder of kind 'qwen3_next'"),
         ({**llama, "layer_types": ["full_attention", "linear_attention"]}, "layers that differ .* layer_types"),
+        ({**MODELS["deepseek-v3"], "v_head_dim": None}, "lacks v_head_dim"),
         ({**llama, "hidden_size": "4096"}, "hidden_size is '4096', expected a whole number"),
         ({**llama, "num_attention_heads": 0}, "num_attention_heads is 0"),
         ({**llama, "num_key_value_heads": 7}, "32 attention heads are not a multiple of 7"),

@@ -12,15 +12,10 @@ import pytest
 
 from cdmpp.errors import NetworkError, ProgramError
 from cdmpp.program import import_tvm, structural_hash
-from cdmpp.program.network import (
-    PREPARE_WEIGHTS,
-    Network,
-    example_inputs,
-    extract_tasks,
-    fuse,
-    load_network,
-    task_from_prim_func,
-)
+
+from cdmpp.program.network import (  # isort: skip
+    PREPARE_WEIGHTS, Network, example_inputs, extract_tasks, fuse, load_network, task_from_prim_func,
+)  # fmt: skip
 from cdmpp.program.types import Task
 from cdmpp.program.zoo import zoo_entry
 

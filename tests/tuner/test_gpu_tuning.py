@@ -46,11 +46,9 @@ def compiler() -> None:
 SMALL: dict[str, Any] = {"cost_model": "random", "builders": 2, "batch": 4, "population": 12, "generations": 1}
 
 
-def tuned(
-    out: Path, trials: int, *sizes: int, device: str = "h200", resume: bool = False, **options: Any
-) -> TuneReport:
-    tasks = [(matmul_task(n), 1.0) for n in sizes or (32,)]
-    config = TuneConfig(Objective(trials), **{"gpu": TUNING_GPU, "plan": PLAN, **SMALL, **options})
+def tuned(out: Path, n: int, *sizes: int, device: str = "h200", resume: bool = False, **options: Any) -> TuneReport:
+    tasks = [(matmul_task(size), 1.0) for size in sizes or (32,)]
+    config = TuneConfig(Objective(n), **{"gpu": TUNING_GPU, "plan": PLAN, **SMALL, **options})
     return tune_tasks("toy", tasks, device=device, out=out, config=config, resume=resume)
 
 

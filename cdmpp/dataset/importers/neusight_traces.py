@@ -90,14 +90,14 @@ def read_traces(path: Path, frame: pd.DataFrame, found: Import) -> list[NetworkG
 
 
 def add_end_to_end(
-    path: Path, frame: pd.DataFrame, graphs: Sequence[NetworkGraph], found: Import
+    path: Path, table: pd.DataFrame, graphs: Sequence[NetworkGraph], found: Import
 ) -> list[NetworkGraph]:
     """Add the measured and predicted latencies of whole networks, in seconds, to their graphs. Rows of several devices that
     work together (``option`` such as ``tp4``) or of networks without a trace are skipped and counted in the notes."""
-    devices = found.resolve(frame["device"], path)
+    devices = found.resolve(table["device"], path)
     totals: list[tuple[dict[str, float], dict[str, dict[str, float]]]] = [({}, {}) for _ in graphs]
     left = 0
-    for row in frame.to_dict("records"):
+    for row in table.to_dict("records"):
         option = row.get("option", "")
         alone = option != option or option in ("", None)
         device = devices[row["device"]].name

@@ -229,16 +229,14 @@ _READERS: dict[str, Callable[[pd.DataFrame, Import], pd.DataFrame]] = {
 SOURCES: tuple[str, ...] = tuple(dict.fromkeys(kind.split()[0] for kind in _COLUMNS))
 
 
-def _refuse_impossible(
-    table: pd.DataFrame, devices: dict[str, Device], path: Path, number_of: NDArray[np.int64]
-) -> None:
+def _refuse_impossible(table: pd.DataFrame, devices: dict[str, Device], path: Path, numbers: NDArray[np.int64]) -> None:
     """Refuse times that are missing, or shorter than the operations take at the device's peak, or than it takes to read from
-    memory what does not fit into the device's caches; ``number_of`` has the number of each row in the file."""
+    memory what does not fit into the device's caches; ``numbers`` has the number of each row in the file."""
     seconds = table["seconds"].to_numpy(dtype=np.float64)
     bad = ~(np.isfinite(seconds) & (seconds > 0))
     if bad.any():
         at = int(np.argmax(bad))
-        raise DatasetError(f"{path}, row {number_of[at]}: seconds is {seconds[at]}, expected a number above 0")
+        raise DatasetError(f"{path}, row {numbers[at]}: seconds is {seconds[at]}, expected a number above 0")
     least, done = np.zeros(len(table)), work(table)
     flop = done["matrix"] / np.where(table["op"] == "conv", _FAST_CONVOLUTION, 1.0)
     for (name, dtype), rows in table.groupby(["device", "dtype"]).indices.items():
@@ -253,6 +251,6 @@ def _refuse_impossible(
     if (ratio < 1).any():
         at = int(np.argmin(ratio))
         raise DatasetError(
-            f"{path}, row {number_of[at]}: {table['op'][at]} in {seconds[at]:.3g} s on {table['device'][at]} is faster than it "
+            f"{path}, row {numbers[at]}: {table['op'][at]} in {seconds[at]:.3g} s on {table['device'][at]} is faster than it "
             f"can be, {least[at]:.3g} s ({int((ratio < 1).sum())} such rows): is the unit, a shape or the device wrong?"
         )

@@ -152,11 +152,9 @@ class CupyGpu:
 
         with self._faults():
             operations = 2 + (1 + repeats if not self._graphs else 2)
-            prepared = _Prepared(
-                lane, repeats, runs(1), runs(repeats), cupy.cuda.Event(), cupy.cuda.Event(), operations
-            )
+            made = _Prepared(lane, repeats, runs(1), runs(repeats), cupy.cuda.Event(), cupy.cuda.Event(), operations)
             stream.synchronize()
-            return prepared
+            return made
 
     def sample(self, prepared: Sequence[_Prepared], cold: bool) -> list[float]:
         cupy = self._cupy

@@ -244,16 +244,14 @@ def _accept(result: DegreeResult, alone: DegreeResult) -> bool:
     return in_order and result.labels_per_s > alone.labels_per_s
 
 
-def _best(
-    dataset: Dataset, bundle: Bundle, kernels: Sequence[BundledProgram], config: MeasureConfig
-) -> list[KernelJob]:
+def _best(dataset: Dataset, bundle: Bundle, known: Sequence[BundledProgram], config: MeasureConfig) -> list[KernelJob]:
     """Jobs for the fastest programs of each task that were not measured alone."""
     frame = dataset.records
     frame = frame[frame["status"] == "ok"]
     meta = [json.loads(text) if text else {} for text in frame["meta"]]
     frame = frame.assign(alone=[m.get("degree", 1) == 1 for m in meta])
     alone = set(frame.loc[frame["alone"], "program"])
-    by_hash = {k.program: k for k in kernels}
+    by_hash = {k.program: k for k in known}
     wanted = []
     for _, part in frame.sort_values("latency_s").drop_duplicates("program").groupby("task"):
         wanted += [h for h in part["program"].head(config.best_per_task) if h not in alone and h in by_hash]

@@ -197,10 +197,8 @@ def inverted_residuals(stages: Iterable[Sequence[int]], activation: str, *, exci
     act = getattr(nn, activation)
 
     def block(channels: int, width: int, stride: int, expansion: int, kernel: int) -> nn.Module:
-        squeezed = channels // 4 if excited else 0
-        return _inverted_residual(
-            channels, width, stride, kernel, channels * expansion, squeezed, act, (act, nn.Sigmoid)
-        )
+        inner = channels // 4 if excited else 0
+        return _inverted_residual(channels, width, stride, kernel, channels * expansion, inner, act, (act, nn.Sigmoid))
 
     layers = [_conv(3, 32, 3, 2, act=act), *_stages(32, stages, block), _conv(320, 1280, 1, act=act)]
     return nn.Sequential(*layers, _head(1280))
