@@ -148,9 +148,8 @@ def eager_latency(
 def _notes(unknown: pd.DataFrame, part: float, device: Device, model: OperatorModel) -> list[str]:
     notes = []
     if not model.measured_on(device):
-        notes.append(
-            f"no library operator was measured on {device.name}: predicted from {', '.join(sorted(model.devices))}"
-        )
+        others = f"{n} others" if (n := len(model.devices)) > 5 else ", ".join(sorted(model.devices))
+        notes.append(f"no library operator was measured on {device.name}: predicted from {others}")
     if len(unknown):
         names = ", ".join(dict.fromkeys(unknown["kernel"]))
         notes.append(f"priced by the bytes that they move, {100 * part:.1f} % of the time: {names}")

@@ -96,8 +96,12 @@ def zoo_entry(name: str) -> ZooEntry:
     entries = zoo_networks()
     if name in entries:
         return entries[name]
+    from cdmpp.program.llm import MODELS
+
     near = difflib.get_close_matches(name, entries, n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else "`cdmpp networks` lists them"
+    if models := difflib.get_close_matches(name.lower(), MODELS, n=3):
+        hint = f"of language models, `cdmpp latency` knows {', '.join(models)}"
     raise NetworkError(f"unknown network {name!r}: not in the zoo and not a .onnx or .pt2 file; {hint}")
 
 
