@@ -78,8 +78,9 @@ def test_a_network_of_another_batch_or_size_has_other_tasks() -> None:
         *((f"mlp@{variant}", None, "batch") for variant in ("4", "b", "bx", "b0", "")),
         ("resnet18@s0", None, "the size must be at least 1"), ("mlp@s9", None, "one size only"),
         ("model.onnx@s64", None, "networks of the zoo"), ("resnet18@b2s160", None, "resnet18@s160b4"),
-        ("resnet_18", None, "did you mean resnet18"), ("nothing.onnx", None, "no such file"), ("llama3-8b", None, "knows llama-3.1-8b"),
-        ("nothing.pt2", None, "no such file"), ("mlp", {"x": (2, 784)}, "fixed shapes"),  # shapes are for files only
+        ("resnet_18", None, "did you mean resnet18"), ("llama3-8b", None, "knows llama-3.1-8b"),
+        *((f"nothing.{kind}", None, "no such file") for kind in ("onnx", "pt2")),
+        ("mlp", {"x": (2, 784)}, "fixed shapes"),  # shapes are for files only
     ],
 )  # fmt: skip
 def test_what_is_no_network(spec: str, shapes: Any, message: str) -> None:
