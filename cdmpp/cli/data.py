@@ -118,6 +118,7 @@ def _networks(args: ui.Namespace, console: Console, errors: Console) -> Any:
     cdmpp networks
     cdmpp networks --json networks.json
     """
+    from cdmpp.program.llm import MODELS
     from cdmpp.program.zoo import task_counts, zoo_entry, zoo_networks
 
     counts = task_counts()
@@ -132,7 +133,7 @@ def _networks(args: ui.Namespace, console: Console, errors: Console) -> Any:
     console.print(
         "Append a batch size as in resnet18@b4, an image size or sequence length as in resnet18@s160, or both, "
         "or give an .onnx or .pt2 file in place of a name. operators@s1, operators@s2, ... are fifty random operators each. "
-        "Inputs are float32 where nothing else is said."
+        f"Inputs are float32 where nothing else is said. For cdmpp latency also: a config.json, or {', '.join(MODELS)}."
     )
     return rows
 

@@ -106,9 +106,7 @@ OPTIONS = {
     "build_timeout_s": Option("CPU seconds allowed for building one program", "S"),
     "run_timeout_s": Option("seconds allowed for one run", "S"),
     "task_seconds": Option("seconds spent on one task", "S"),
-    "check_per_task": Option(
-        "programs of each task whose output is compared with a reference", "N", aliases=("--check",)
-    ),
+    "check_per_task": Option("programs of a task whose output is compared with a reference", "N", aliases=("--check",)),
     "from_source": _flag("compile here, although the bundle has cubins"),
     "overlap": Option("build, load and measure one program at a time"),
     "object_cache": Option("cache of compiled programs", "DIR"),
