@@ -110,7 +110,8 @@ class Decoder:
     def memory_bytes(self, dtype: str, kv_dtype: str, batch: int, tokens: int, new: float, tp: int = 1) -> float:
         """Bytes on one of ``tp`` ranks: weights, keys and values of ``tokens`` of each sequence, and activations of ``new``."""
         kept = (self.layers - self.windowed) * tokens + self.windowed * min(tokens, self.window)
-        of_token = sum(self.latent[1:4:2]) or 2 * max(1.0, self.kv_heads / tp) * self.head_dim
+        heads = 2 * max(1.0, self.kv_heads / tp) * self.head_dim
+        of_token = self.latent[1] + self.latent[3] if self.latent else heads
         cache = batch * kept * of_token * ELEMENT_BYTES[kv_dtype]
         live = new * (4 * self.hidden + 3 * self.intermediate / tp) * 2
         return self.weights(tp) * ELEMENT_BYTES[dtype] + cache + live

@@ -80,9 +80,7 @@ _IMAGE = TensorSpec("image", (1, 3, 224, 224), sized=(2, 3))
 def _entry(name: str, row: Mapping[str, Any]) -> ZooEntry:
     builder = row["builder"] if ":" in row["builder"] else f"convolutional:{row['builder']}"
     inputs = [{**of, "shape": (1, *of["shape"]), "sized": tuple(of.get("sized", ()))} for of in row.get("inputs", ())]
-    return ZooEntry(
-        name, **{**row, "builder": builder, "inputs": tuple(TensorSpec(**of) for of in inputs) or (_IMAGE,)}
-    )
+    return ZooEntry(name, **{**row, "builder": builder, "inputs": tuple(TensorSpec(**x) for x in inputs) or (_IMAGE,)})
 
 
 @cache
