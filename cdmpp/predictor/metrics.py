@@ -65,7 +65,7 @@ def evaluate_predictions(
         raise PredictorError("every prediction must be finite and above 0 s")
     error = np.abs(predictions - labels) / labels
     known = floors[np.isfinite(floors)]
-    ranking = _ranking(labels, predictions, np.nan_to_num(noises, nan=0.0), list(zip(task, device, strict=True)))
+    ranking = _rank_metrics(labels, predictions, np.nan_to_num(noises, nan=0.0), list(zip(task, device, strict=True)))
     return {
         "mape": float(error.mean()),
         "median_ape": float(np.median(error)),
@@ -111,7 +111,7 @@ def _or_unknown(values: ArrayLike | None, n: int) -> NDArray[np.float64]:
     return np.full(n, np.nan) if values is None else np.asarray(values, dtype=np.float64)
 
 
-def _ranking(
+def _rank_metrics(
     labels: NDArray[np.float64], predictions: NDArray[np.float64], noise: NDArray[np.float64], keys: list[Any]
 ) -> Metrics:
     rows: dict[Any, list[int]] = {}

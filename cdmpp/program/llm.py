@@ -110,8 +110,8 @@ class Decoder:
     def memory_bytes(self, dtype: str, kv_dtype: str, batch: int, tokens: int, new: float, tp: int = 1) -> float:
         """Bytes on one of ``tp`` ranks: weights, keys and values of ``tokens`` of each sequence, and activations of ``new``."""
         kept = (self.layers - self.windowed) * tokens + self.windowed * min(tokens, self.window)
-        heads = 2 * max(1.0, self.kv_heads / tp) * self.head_dim
-        of_token = self.latent[1] + self.latent[3] if self.latent else heads
+        _, latent, _, rope, _ = self.latent or (0,) * len(_LATENT)
+        of_token = latent + rope if latent else 2 * max(1.0, self.kv_heads / tp) * self.head_dim
         cache = batch * kept * of_token * ELEMENT_BYTES[kv_dtype]
         live = new * (4 * self.hidden + 3 * self.intermediate / tp) * 2
         return self.weights(tp) * ELEMENT_BYTES[dtype] + cache + live

@@ -109,14 +109,14 @@ def test_sizes_of_a_network_are_one_row_with_the_sizes_below_it(report, page):
     assert body.count('<tr class="size">') == len(sizes) == page.count('<tr class="size">')
 
 
-@pytest.mark.parametrize(("n", "k", "folded"), [(15, 15, 0), (16, 15, 1), (40, 15, 25)])
-def test_fifteen_rows_are_shown_and_the_rest_is_folded(report, page_of, n, k, folded):
-    row = report.groups["device"][0]
-    rows = [{**row, "name": f"d{i:02d}"} for i in range(n)]
+@pytest.mark.parametrize(("n", "shown", "folded"), [(15, 15, 0), (16, 15, 1), (40, 15, 25)])
+def test_fifteen_rows_are_shown_and_the_rest_is_folded(report, page_of, n, shown, folded):
+    names = [f"d{i:02d}" for i in range(n)]
+    rows = [{**report.groups["device"][0], "name": name} for name in names]
     text = page_of(groups={**report.groups, "device": rows})
     table = text[text.index("By device") : text.index("By network")]
-    assert re.findall(r'<tbody><tr><td class="text">(d\d\d)<', table) == [f"d{i:02d}" for i in range(k)]
-    assert re.findall(r'<tbody class="rest"><tr><td class="text">(d\d\d)<', table) == [f"d{i:02d}" for i in range(k, n)]
+    assert re.findall(r'<tbody><tr><td class="text">(d\d\d)<', table) == names[:shown]
+    assert re.findall(r'<tbody class="rest"><tr><td class="text">(d\d\d)<', table) == names[shown:]
     assert (f"<summary>{folded} more</summary>" in table) == bool(folded)
     assert "table:not(:has(.more[open])) .rest { display: none; }" in text
 

@@ -46,9 +46,9 @@ def compiler() -> None:
 SMALL: dict[str, Any] = {"cost_model": "random", "builders": 2, "batch": 4, "population": 12, "generations": 1}
 
 
-def tuned(out: Path, n: int, *sizes: int, device: str = "h200", resume: bool = False, **options: Any) -> TuneReport:
+def tuned(out: Path, tries: int, *sizes: int, device: str = "h200", resume: bool = False, **options: Any) -> TuneReport:
     tasks = [(matmul_task(size), 1.0) for size in sizes or (32,)]
-    config = TuneConfig(Objective(n), **{"gpu": TUNING_GPU, "plan": PLAN, **SMALL, **options})
+    config = TuneConfig(Objective(tries), **{"gpu": TUNING_GPU, "plan": PLAN, **SMALL, **options})
     return tune_tasks("toy", tasks, device=device, out=out, config=config, resume=resume)
 
 
