@@ -50,17 +50,19 @@ _EMULATED = 0.6
 #: polynomials on the FMA units (FlashAttention-4); on sm_103, the units are doubled.
 _SPECIAL_PER_CYCLE = {"sm_100": 24.0, "sm_103": 32.0}
 _SPECIAL_OF_OTHERS = 16.0
-#: Bytes per cycle from the L2 cache to a core, as a fraction of 64. For sm_80 to sm_90 and sm_120 it is the median of
-#: PipeWeave's measurements, for sm_100 what the products of a B200 imply.
-_L2_BYTES = 64.0
-_L2_PART = {"sm_80": 0.33, "sm_86": 0.26, "sm_89": 0.25, "sm_90": 0.57, "sm_100": 1.0, "sm_103": 1.0, "sm_120": 0.26}
-_L2_PART_OF_OTHERS = 0.3
+#: Bytes per cycle from the L2 cache to a core. For sm_80 to sm_90 and sm_120 it is the median of PipeWeave's measurements, for
+#: sm_100 what the products of a B200 imply.
+_L2_BYTES = {"sm_80": 21.1, "sm_86": 16.6, "sm_89": 16, "sm_90": 36.5, "sm_100": 64, "sm_103": 64, "sm_120": 16.6}
+_L2_BYTES_OF_OTHERS = 19.2
 #: Watts per GFLOP/s of the matrix units, bit of their operands and nm of their process, above which a GPU's clock drops less
 #: than that of others (from NeuSight's, AIConfigurator's and PipeWeave's GPUs left out); the gain's exponent and maximum.
 _MATRIX_W, _COOL, _COOLEST = 1.9e-5, 0.3, 1.3
 #: Number of weights that benchmarks of engines' products take in turn, so that a cache keeps none or all of them: an L40S with
 #: 96 MB of cache, three times as fast as its memory, keeps weights of up to 16 or 19 MB.
 _IN_TURN = 5.0
+#: GPUs whose last-level cache is two halves, each for the cores next to it (NVIDIA's A100 whitepaper): rows that operators read
+#: again stay in it from one run to the next as if it had one half (of left-out GPUs; products show no difference).
+_HALVES = ("sm_80", "sm_90", "sm_100", "sm_103")
 #: Attention of one query: the fewest keys of a split (FlashInfer's), elements of the keys of a step, blocks per core that
 #: splitting aims at, the cost of adding up the splits in launches (FlashInfer on an L40S: 5.1 us without, 7.1 with), and rows
 #: that matrix units are padded to.
@@ -246,21 +248,19 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     clock = 1e6 * (device.working_mhz or _DEFAULT_CLOCK_MHZ)
     lanes = device.lanes_per_core or 64.0
     # attention in fp8 is no faster than in 16 bits: with heads of 128 a B200 reaches 0.59 and 0.58 of the peak in 16 bits
-    narrow = (op == "attention") & (element < 2)
-    arithmetic = table["dtype"].mask(narrow, "bfloat16")
+    arithmetic = table["dtype"].mask((op == "attention") & (element < 2), "bfloat16")
     pipes = {dtype: pipe(device, dtype) for dtype in arithmetic.unique()}
-    peak = arithmetic.map({dtype: 1e9 * own[0] * _cool(device, *own) for dtype, own in pipes.items()}).to_numpy(
-        np.float64
-    )
+    peaks = {dtype: 1e9 * own[0] * _cool(device, *own) for dtype, own in pipes.items()}
+    peak = arithmetic.map(peaks).to_numpy(np.float64)
     has_unit = arithmetic.map({dtype: "_matrix" in used for dtype, (_, used) in pipes.items()}).to_numpy(np.float64)
     bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH[device.kind])
     special_rate = _SPECIAL_PER_CYCLE.get(device.mcpu, _SPECIAL_OF_OTHERS) if device.kind == "gpu" else lanes / 8
     collective = np.isin(op, COLLECTIVES)
     moved = todo["read"] + todo["written"]
     cache = 1024.0 * max(device.l2_kb or 0.0, device.l3_kb or 0.0) or 1e6
-    part = _L2_PART.get(device.mcpu, _L2_PART_OF_OTHERS)
+    l2_bytes = _L2_BYTES.get(device.mcpu, _L2_BYTES_OF_OTHERS)
     of_share = device.share if device.kind == "gpu" else 1.0
-    cache_rate = 1e9 * of_share * (device.l2_bandwidth_gb_s or 0.0) or cores * clock * _L2_BYTES * part
+    cache_rate = 1e9 * of_share * (device.l2_bandwidth_gb_s or 0.0) or cores * clock * l2_bytes
     if of_share < 1:  # data from memory passes the last-level cache: a few cores cannot use the whole bandwidth
         bandwidth = min(bandwidth, cache_rate)
     b, rows, columns, depth = products(table)
@@ -275,6 +275,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     special = np.where(attends, scores_of_core, todo["special"] / cores)
     in_turn = (op == "gemm") & (element <= 2) & (device.kind == "gpu")
     others = (_IN_TURN - 1) * in_turn * size["batch"] * size["n"] * size["k"] * element
+    kept = cache * np.where((todo["matrix"] == 0) & (device.mcpu in _HALVES), 0.5, 1.0)
     decodes = (op == "attention") & ~attends & (device.kind == "gpu")
     one_by_one, scores, launches = _decode(size, cores, np.where(has_unit > 0, _PADDED, 1.0))
     compute = np.where(decodes, 4 * one_by_one * scores * size["head_dim"] * cores / peak, compute)
@@ -345,7 +346,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     return Mechanism(
         **{f"{name}_s": value for name, value in seconds.items()},
         again_s=again * ~far / cache_rate,
-        turn=np.where(reduces, np.inf, (moved + others) / cache),  # no cache holds what others send
+        turn=np.where(reduces, np.inf, (moved + others) / kept),  # no cache holds what others send
         blocks=blocks / cores,
         launches=launches,
         clock=clock,

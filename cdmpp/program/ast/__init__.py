@@ -100,10 +100,9 @@ LEAF_FEATURE_DOCS: dict[str, str] = _described()
 LEAF_FEATURES: tuple[str, ...] = tuple(LEAF_FEATURE_DOCS)
 #: Features of one slot, without their prefix, in column order.
 SLOT_FEATURES: tuple[str, ...] = tuple(n.removeprefix("slot1_") for n in LEAF_FEATURES if n.startswith("slot1_"))
+_NAMES_HASH = hashlib.blake2b("\n".join(LEAF_FEATURES).encode(), digest_size=4).hexdigest()
 #: Identifies this feature set in stored ASTs and predictors.
-FEATURE_SET: str = "ast{}-{}".format(
-    FEATURE_VERSION, hashlib.blake2b("\n".join(LEAF_FEATURES).encode(), digest_size=4).hexdigest()
-)
+FEATURE_SET: str = f"ast{FEATURE_VERSION}-{_NAMES_HASH}"
 
 
 #: Number of floating-point operations that each kind of operation counts as.
