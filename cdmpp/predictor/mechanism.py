@@ -61,6 +61,9 @@ _MATRIX_W, _COOL, _COOLEST = 1.9e-5, 0.3, 1.3
 #: Number of weights that benchmarks of engines' products take in turn, so that a cache keeps none or all of them: an L40S with
 #: 96 MB of cache, three times as fast as its memory, keeps weights of up to 16 or 19 MB.
 _IN_TURN = 5.0
+#: GPUs whose last-level cache is two halves, each for the cores next to it (NVIDIA's A100 whitepaper): rows that operators read
+#: again stay in it from one run to the next as if it had one half (of left-out GPUs; products show no difference).
+_HALVES = ("sm_80", "sm_90", "sm_100", "sm_103")
 #: Attention of one query: the fewest keys of a split (FlashInfer's), elements of the keys of a step, blocks per core that
 #: splitting aims at, the cost of adding up the splits in launches (FlashInfer on an L40S: 5.1 us without, 7.1 with), and rows
 #: that matrix units are padded to.
@@ -275,6 +278,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     special = np.where(attends, scores_of_core, todo["special"] / cores)
     in_turn = (op == "gemm") & (element <= 2) & (device.kind == "gpu")
     others = (_IN_TURN - 1) * in_turn * size["batch"] * size["n"] * size["k"] * element
+    kept = cache * np.where((todo["matrix"] == 0) & (device.mcpu in _HALVES), 0.5, 1.0)
     decodes = (op == "attention") & ~attends & (device.kind == "gpu")
     one_by_one, scores, launches = _decode(size, cores, np.where(has_unit > 0, _PADDED, 1.0))
     compute = np.where(decodes, 4 * one_by_one * scores * size["head_dim"] * cores / peak, compute)
@@ -345,7 +349,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     return Mechanism(
         **{f"{name}_s": value for name, value in seconds.items()},
         again_s=again * ~far / cache_rate,
-        turn=np.where(reduces, np.inf, (moved + others) / cache),  # no cache holds what others send
+        turn=np.where(reduces, np.inf, (moved + others) / kept),  # no cache holds what others send
         blocks=blocks / cores,
         launches=launches,
         clock=clock,
