@@ -57,6 +57,7 @@ class TrainingData:
     families: Mapping[str, str]
     view: DatasetView | None = None
     codegen: Mapping[tuple[str, str], NDArray[np.float32]] = field(default_factory=dict)
+    _code: dict[str, CodeRows] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -99,16 +100,16 @@ class TrainingData:
         """:func:`cdmpp.predictor.pair_features.pair_rows` of every pair."""
         return pair_rows(*self.numbered_pairs())
 
-    @cached_property
-    def code_features(self) -> CodeRows:
+    def code_features(self, relative_to: str) -> CodeRows:
         """:func:`cdmpp.predictor.pair_features.code_rows` of every pair, rows of NaN where there are no counts. Read-only."""
-        counts = self.codegen_counts
-        if counts is None:
-            counts = np.full((len(self), len(CODEGEN_FEATURES)), np.nan, np.float32)
-        found = code_rows(counts, *self.numbered_pairs())
-        for values in found:
-            values.flags.writeable = False
-        return found
+        if relative_to not in self._code:
+            counts = self.codegen_counts
+            if counts is None:
+                counts = np.full((len(self), len(CODEGEN_FEATURES)), np.nan, np.float32)
+            self._code[relative_to] = code_rows(counts, *self.numbered_pairs(), relative_to)
+            for values in self._code[relative_to]:
+                values.flags.writeable = False
+        return self._code[relative_to]
 
     def counted(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these pairs (n,) have instruction counts, bool (n,)."""

@@ -239,11 +239,6 @@ class LabelTransform:
     lambda_: float = 0.0
     log_scale: float = 0.0
 
-    @property
-    def relative(self) -> bool:
-        """Whether latencies are divided by a reference."""
-        return bool(self.relative_to)
-
     def forward(self, latency_s: ArrayLike, reference_s: ArrayLike | None = None) -> NDArray[np.float64]:
         """Seconds -> standardised label, same shape. Raises LabelError for a latency that is not finite and > 0."""
         log_ratio = np.log(_checked(latency_s, "latency")) - self._log_reference(reference_s)
@@ -261,7 +256,7 @@ class LabelTransform:
         # slightly inside the range, so that rounding to single precision never leaves the domain
         margin = 1e-5 * (high - low)
         log_ratio = self._log_of_raw((label * self.std + self.mean).clamp(low + margin, high - margin))
-        return log_ratio + self._given(log_reference) if self.relative else log_ratio
+        return log_ratio + self._given(log_reference) if self.relative_to else log_ratio
 
     def to_json(self) -> dict[str, Any]:
         """State as JSON values."""
@@ -284,7 +279,7 @@ class LabelTransform:
         return log1p(raw * self.lambda_) / self.lambda_ + self.log_scale
 
     def _log_reference(self, reference_s: ArrayLike | None) -> NDArray[np.float64] | float:
-        return np.log(_checked(self._given(reference_s), "reference")) if self.relative else 0.0
+        return np.log(_checked(self._given(reference_s), "reference")) if self.relative_to else 0.0
 
     def _given(self, reference: Any) -> Any:
         if reference is None:

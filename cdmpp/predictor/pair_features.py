@@ -561,13 +561,13 @@ TIME_PARTS: tuple[str, ...] = (
     *(f"loop{number}" for number in range(LOOPS)), "other_loops", "outside", *(f"lines_{kb}k" for kb in CACHE_KB),
     "loop_entries", "calls", "l1_misses", "l2_misses", "crowded_lines", "pages", "few_sets", "regions",
 )  # fmt: skip
-#: Logarithm of a part over the estimate where a program has no such part.
+#: Logarithm of a part over the reference where a program has no such part.
 ABSENT = -30.0
 
 
 class CodeRows(NamedTuple):
     """Raw features of n compiled programs, float64, all NaN where unknown: of the whole program (n, len(CODE_FEATURES)), of its
-    longest loops (n, LOOPS, len(LOOP_CODE_FEATURES)), and the logarithms of the parts of its time over its analytical estimate,
+    longest loops (n, LOOPS, len(LOOP_CODE_FEATURES)), and the logarithms of the parts of its time over the reference of labels,
     (n, len(TIME_PARTS)), :data:`ABSENT` for a part that it does not have."""
 
     program: FloatArray
@@ -581,8 +581,10 @@ def code_rows(
     devices: Sequence[Device],
     program: NDArray[np.int64],
     device: NDArray[np.int64],
+    relative_to: str = "estimate",
 ) -> CodeRows:
-    """Code features of pairs, given as in :func:`pair_rows`, from ``counts``, (n, len(CODEGEN_FEATURES)), NaN if unknown."""
+    """Code features of pairs, given as in :func:`pair_rows`, from ``counts``, (n, len(CODEGEN_FEATURES)), NaN if unknown. Times
+    are relative to the same of :data:`REFERENCES` as labels; "" for seconds."""
     shapes = ((len(CODE_FEATURES),), (LOOPS, len(LOOP_CODE_FEATURES)), (len(TIME_PARTS),))
     rows = CodeRows(*(np.full((len(program), *shape), np.nan) for shape in shapes))
     known = ~np.isnan(counts[:, 0])
@@ -594,18 +596,18 @@ def code_rows(
         here = np.flatnonzero(known & (device == number))
         used, back = np.unique(program[here], return_inverse=True)
         chosen = [asts[i] for i in used]
-        view = ProgramView.of(chosen)
-        estimates = estimate_s(chosen, devices[number], view)
+        references = reference_s(relative_to, chosen, devices[number]) if relative_to else np.ones(len(chosen))
         memory = _memory_cycles(chosen, devices[number])[back]
         counted = with_overlap(counts[here], core_of(core_name(devices[number])))
-        known_rows = _code_of(counted, view.take(back), memory, estimates[back], devices[number])
+        view = ProgramView.of(chosen)
+        known_rows = _code_of(counted, view.take(back), memory, references[back], devices[number])
         for all_rows, values in zip(rows, known_rows, strict=True):
             all_rows[here] = values
     return rows
 
 
 def _code_of(
-    counts: FloatArray, view: ProgramView, memory: FloatArray, estimates_s: FloatArray, device: Device
+    counts: FloatArray, view: ProgramView, memory: FloatArray, references_s: FloatArray, device: Device
 ) -> CodeRows:
     program, loops = np.split(counts, [-LOOPS * len(LOOP_FEATURES)], axis=1)
     of = {key: counts[:, CODEGEN_FEATURES.index(key)] for key in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))}
@@ -644,6 +646,6 @@ def _code_of(
         np.minimum(memory[:, -1], _SET_CYCLES * accesses),
     ]
     parts = np.concatenate([longest, np.stack(rest, axis=1)], axis=1) * (ns_per_cycle / _NS)[:, None]
-    parts = np.concatenate([parts, regions_s(view, device)[:, None]], axis=1) / estimates_s[:, None]
+    parts = np.concatenate([parts, regions_s(view, device)[:, None]], axis=1) / references_s[:, None]
     numbers = np.concatenate([program, taken, of_core, run], axis=1)
     return CodeRows(numbers, every, np.log(np.maximum(parts, np.exp(ABSENT))))

@@ -194,6 +194,7 @@ def prepare(
     measured = split.train[real[split.train]]  # labels that another predictor gave fit nothing but weights
     table = data.labels.iloc[measured]
     specs = {name: data.devices[name] for name in sorted(table["device"].unique())}
+    relative_to = config.label.relative_to.replace("none", "")
     vectors = data.device_vectors()
     devices = {name: vectors[name] for name in specs}
     leaves = [data.asts[program].leaves for program in table["program"].unique()]
@@ -204,7 +205,7 @@ def prepare(
     if config.model.pairs:
         parts["pair"] = (data.pair_features[measured], PAIR_FEATURES)
     if config.model.compiled and data.counted(measured).any():
-        code = data.code_features
+        code = data.code_features(relative_to)
         parts["code"] = (code.program[measured], CODE_FEATURES)
         parts["loop"] = (code.loops[measured].reshape(-1, len(LOOP_CODE_FEATURES)), LOOP_CODE_FEATURES)
     elif config.model.compiled:
@@ -214,7 +215,7 @@ def prepare(
         )
     encoder = encoding.FeatureEncoder.fit(FEATURE_SET, parts)
     del parts, leaves  # gigabytes
-    arrays = encode(data, encoder, config.label.relative_to)
+    arrays = encode(data, encoder, relative_to)
     arrays = replace(arrays, has_code=arrays.has_code & torch.from_numpy(real))
     if config.model.general_part:  # devices in order of their names, as if the network had never seen them
         on_gpu = np.array([device.kind == "gpu" for device in data.numbered_pairs()[1]])[:, None]
@@ -224,7 +225,7 @@ def prepare(
         arrays = replace(arrays, general=encoding.GeneralInputs(rows, keep))
     label, fitting = config.label, arrays.take(split.train)
     references = None if arrays.reference_s is None else arrays.reference_s[measured]
-    transform = encoding.fit_transform(label.transform, data.latency_s[measured], references, label.relative_to)
+    transform = encoding.fit_transform(label.transform, data.latency_s[measured], references, relative_to)
     trainer = Trainer(
         config,
         transform,
@@ -239,18 +240,18 @@ def prepare(
     return Fitted(encoder, transform, arrays, trainer, devices, specs)
 
 
-def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative_to: str = "") -> encoding.LabelledArrays:
-    """All pairs of the data as arrays, encoded with a fitted encoder. ``relative_to`` names the reference latencies to
-    include, "" or "none" for none."""
+def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative_to: str) -> encoding.LabelledArrays:
+    """All pairs of the data as arrays, encoded with a fitted encoder. ``relative_to`` names the reference of labels and times,
+    "" for none."""
     asts, devices, program, device = data.numbered_pairs()
     pairs = data.pair_features if encoder.pair_dim else None
     known = encoder.encode_devices(np.stack([device_features(each) for each in devices]))
-    code = data.code_features if encoder.code_dim else None
+    code = data.code_features(relative_to) if encoder.code_dim else None
     arrays = encoding.PairArrays.encode(encoder, asts, known, program, device, pairs, code)
     return encoding.LabelledArrays(
         **vars(arrays),
         latency_s=data.latency_s,
-        reference_s=data.reference_s(relative_to) if relative_to not in ("", "none") else None,
+        reference_s=data.reference_s(relative_to) if relative_to else None,
         codegen=data.codegen_counts,
     )
 

@@ -131,7 +131,7 @@ class PredictorPrior:
                 z[rows] = embedding.double().numpy()
         corrected = predictor.corrected([self._device.name], arrays, z)
         transform = predictor.transform
-        reference = reference_s(transform.relative_to, asts, self._device) if transform.relative else None
+        reference = reference_s(transform.relative_to, asts, self._device) if transform.relative_to else None
         latency_s = transform.inverse(labels, reference) * np.exp(corrected)
         return Encoded(np.log(latency_s), z)
 
