@@ -206,3 +206,6 @@ def test_rows_of_several_devices_equal_those_of_each_and_unknown_stays_unknown(d
     for i in (0, 1, 3, 4):
         alone = code_features(rows[i : i + 1], [asts[program[i]]], devices[device[i]])
         assert all(np.allclose(part[i], own[0]) for part, own in zip(together, alone, strict=True))
+        seconds = code_rows(rows, asts, devices, program, device, "").times[i]
+        of_estimate = alone.times[0] + np.log(estimate_s([asts[program[i]]], devices[device[i]]))
+        assert np.where(alone.times[0] > ABSENT, of_estimate, ABSENT) == pytest.approx(seconds)

@@ -71,9 +71,7 @@ def test_a_killed_run_resumes_to_the_same_predictor(by_task, tmp_path):
     config = changed(by_task, train={"epochs": epochs, "patience": epochs})
     data, run = make_data(8, 15), tmp_path / "killed"
     expected = train(config, data, tmp_path / "unbroken")
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "unbroken" / "config.yaml"), str(run)], cwd=ROOT
-    )
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, f"{tmp_path}/unbroken/config.yaml", str(run)], cwd=ROOT)
     history = run / "history.jsonl"
     deadline = time.monotonic() + 60
     while not history.exists() or history.read_text().count("\n") < 2:
