@@ -60,8 +60,8 @@ _MATRIX_W, _COOL, _COOLEST = 1.9e-5, 0.3, 1.3
 #: Number of weights that benchmarks of engines' products take in turn, so that a cache keeps none or all of them: an L40S with
 #: 96 MB of cache, three times as fast as its memory, keeps weights of up to 16 or 19 MB.
 _IN_TURN = 5.0
-#: GPUs whose last-level cache is two halves, each for the cores next to it (NVIDIA's A100 whitepaper): rows that operators read
-#: again stay in it from one run to the next as if it had one half (of left-out GPUs; products show no difference).
+#: GPUs whose last-level cache is two halves, each for the cores next to it (NVIDIA's A100 whitepaper): of what an operator
+#: without products touched, its next run finds what one half holds (errors on GPUs left out; products show no difference).
 _HALVES = ("sm_80", "sm_90", "sm_100", "sm_103")
 #: Attention of one query: the fewest keys of a split (FlashInfer's), elements of the keys of a step, blocks per core that
 #: splitting aims at, the cost of adding up the splits in launches (FlashInfer on an L40S: 5.1 us without, 7.1 with), and rows

@@ -96,6 +96,9 @@ def test_weights_take_turns_in_the_cache_and_labels_of_weights_that_stayed_there
     every = table.assign(device="l40s", framework="trtllm", seconds=took * [1.2, 1.2])
     kept = every.assign(seconds=took * [0.6, 0.6]).set_axis([7, 5])  # of any index
     assert len(training_table(every)) == 4 and training_table(kept)["n"].tolist() == [2048, 2048]
+    rows = operator_table([{"op": op, "dtype": "bf16", "m": 512, "n": 512, "k": 512} for op in ("softmax", "gemm")])
+    halved, whole = (mechanism(rows, replace(device, mcpu=mcpu)).turn for mcpu in ("sm_80", "sm_86"))
+    assert halved == pytest.approx(whole * [2.0, 1.0])  # products do not notice that an A100's cache has two halves
 
 
 def test_winograd_power_and_switches_change_what_is_reached_and_a_missing_unit_is_said_and_replaced() -> None:

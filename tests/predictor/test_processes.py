@@ -72,9 +72,8 @@ def test_what_torchrun_cannot_do_is_said(torchrun, monkeypatch, capsys):
     with pytest.raises(PredictorError, match="batch_size is 2: 3 processes need"), torchrun_processes("cpu", 2):
         pass
     assert main(["evaluate", "--predictor", "default", "--data", "d"]) == 2
-    assert capsys.readouterr().err == (
-        "cdmpp: torchrun is for cdmpp train: several processes would do the same evaluate\n"
-    )
+    said = capsys.readouterr().err
+    assert said == "cdmpp: torchrun is for cdmpp train: several processes would do the same evaluate\n"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(PredictorError, match="started 3 processes here, but torch sees 2 CUDA devices"):

@@ -85,9 +85,8 @@ def test_without_an_estimate_the_predictors_ratio_is_taken(data):
     slow, fast = data.devices["slow"], data.devices["fast"]
     pairs = {("slow", "fast"): DevicePair(0.0, 0.1, 9)}
     source = [(slow, column(3.0), column(2.0), column(1.0))]
-    found = [
-        combine(DeviceScaling(part, pairs=pairs), fast, column(1.0), column(np.nan), source) for part in (0.0, 0.5, 1.0)
-    ]
+    rules = [DeviceScaling(part, pairs=pairs) for part in (0.0, 0.5, 1.0)]
+    found = [combine(rule, fast, column(1.0), column(np.nan), source) for rule in rules]
     assert np.isfinite(found).all() and found[0] == found[1] == found[2]
 
 

@@ -21,9 +21,8 @@ from tests.samples.training import changed, with_counts
 @pytest.fixture()
 def make_trainer(data, config):
     def make(spec="by_task:seed=0", loss=None, model=None, **train):
-        return prepare(
-            changed(config, train=train, loss=loss or {}, model=model or {}), data, split_data(spec, data)
-        ).trainer
+        own = changed(config, train=train, loss=loss or {}, model=model or {})
+        return prepare(own, data, split_data(spec, data)).trainer
 
     return make
 
