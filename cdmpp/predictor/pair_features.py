@@ -388,11 +388,8 @@ def _moved(leaves: FloatArray, kb: float) -> FloatArray:
     return leaves[:, _COLUMN[f"moved_{size_name(size)}"]]
 
 
-#: Reference latencies that labels can be relative to.
-REFERENCES: dict[str, Callable[[Sequence[CompactAST], Device], FloatArray]] = {
-    "roofline": roofline_s,
-    "estimate": estimate_s,
-}
+#: Reference latencies that labels can be relative to, of ASTs on a device and, if the caller has it, their view.
+REFERENCES: dict[str, Callable[..., FloatArray]] = {"roofline": roofline_s, "estimate": estimate_s}
 
 
 def reference_s(kind: str, asts: Sequence[CompactAST], device: Device) -> FloatArray:
@@ -596,10 +593,10 @@ def code_rows(
         here = np.flatnonzero(known & (device == number))
         used, back = np.unique(program[here], return_inverse=True)
         chosen = [asts[i] for i in used]
-        references = reference_s(relative_to, chosen, devices[number]) if relative_to else np.ones(len(chosen))
+        view = ProgramView.of(chosen)
+        references = REFERENCES[relative_to](chosen, devices[number], view) if relative_to else np.ones(len(chosen))
         memory = _memory_cycles(chosen, devices[number])[back]
         counted = with_overlap(counts[here], core_of(core_name(devices[number])))
-        view = ProgramView.of(chosen)
         known_rows = _code_of(counted, view.take(back), memory, references[back], devices[number])
         for all_rows, values in zip(rows, known_rows, strict=True):
             all_rows[here] = values

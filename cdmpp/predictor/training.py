@@ -223,9 +223,9 @@ def prepare(
         rows = torch.from_numpy(np.where(on_gpu, encoder.general_devices(seen), seen))
         keep = torch.from_numpy(np.where(on_gpu, GENERAL_PAIRS[: encoder.pair_dim], np.float32(1)))
         arrays = replace(arrays, general=encoding.GeneralInputs(rows, keep))
-    label, fitting = config.label, arrays.take(split.train)
+    fitting = arrays.take(split.train)
     references = None if arrays.reference_s is None else arrays.reference_s[measured]
-    transform = encoding.fit_transform(label.transform, data.latency_s[measured], references, relative_to)
+    transform = encoding.fit_transform(config.label.transform, data.latency_s[measured], references, relative_to)
     trainer = Trainer(
         config,
         transform,
