@@ -65,7 +65,7 @@ class Device:
     lanes_per_core: int | None = None
     #: Data cache of one core or SM. NVIDIA since Volta: L1 and shared memory together.
     l1_kb: float | None = None
-    #: L2 of one core of a CPU or of the whole GPU, and the last-level cache of the whole device.
+    #: L2 of one core of a CPU or of the whole GPU; the last-level cache that one core of a CPU reaches, or of the whole GPU.
     l2_kb: float | None = None
     l3_kb: float | None = None
     #: Shared memory (LDS) and 32-bit registers of one SM (CU) that programs can use. The limits of a block are the defaults.
@@ -213,7 +213,7 @@ class Device:
         """The identifying facts that differ, as ``"arch zen3 / zen4"``. Facts that hypervisors vary do not count (model string,
         stepping, L3, memory, cores of a CPU). An unknown fact equals any other; clocks within 3 % are equal."""
         found = []
-        for name in _GPU_IDENTITY if "gpu" in (self.kind, other.kind) else _CPU_IDENTITY:
+        for name in _GPU_IDENTITY if "gpu" in (self.kind, other.kind) else CPU_IDENTITY:
             mine, others = self._fact(name), other._fact(name)
             if name == "clock_mhz" and mine and others:
                 same = abs(mine - others) <= _CLOCK_TOLERANCE * max(mine, others)
@@ -249,7 +249,7 @@ _JSON_TYPES: dict[str, Any] = {
     "str": str, "float": int | float, "int": int | float, "bool": bool, "tuple": list | tuple, "Mapping": dict | Mapping,
 }  # fmt: skip
 #: The facts that identify a CPU, and those that identify a GPU.
-_CPU_IDENTITY = (
+CPU_IDENTITY = (
     "kind", "vendor", "arch", "isa", "share", "mcpu", "simd_bits", "fma", "l1_kb", "l2_kb", "clock_mhz",
 )  # fmt: skip
 _GPU_IDENTITY = ("kind", "vendor", "arch", "share", "mcpu", "cores")

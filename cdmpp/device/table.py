@@ -525,7 +525,10 @@ def missing_fields(row: Device) -> tuple[str, ...]:
 
 
 def overlay(known: Device, row: Device) -> Device:
-    """The known row, updated with the fields and aliases that the other one gives (UnknownDeviceError if implausible)."""
+    """The known row, updated with the fields and aliases that the other one gives. UnknownDeviceError: these are implausible, or
+    the other one has rates that were measured on another device."""
+    if row.measured and (others := known.differences(row)):
+        raise UnknownDeviceError(f"{row.name}: its rates were measured on another device: {', '.join(others)}")
     given = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, "", (), {})}
     united = replace(known, **{**given, "aliases": tuple(dict.fromkeys((*known.aliases, *row.aliases)))})
     _check_balance(united, united.name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from cdmpp.device import Device, device_features, get_device
+from cdmpp.device import DEVICE_FEATURES, Device, device_features, get_device
 from cdmpp.errors import PredictorError, ProgramError, raised_as
 from cdmpp.files import read_text
 from cdmpp.predictor import pair_features
@@ -36,6 +36,8 @@ COVERAGE = 0.9
 
 #: How near embeddings must be for corrections to treat programs alike (:func:`waves`), in units of the root of their width.
 _REACH = 0.35
+#: Names of the facts of a device.
+_FACTS = frozenset(fact.name for fact in fields(Device))
 _DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
 
 #: Program -> its AST or PrimFunc.
@@ -364,7 +366,8 @@ class Predictor:
         return found.name not in self.devices and found.kind == "gpu"
 
     def device(self, device: str | Device) -> Device:
-        """The specification of a device: by name that of training if there is one, else that of the device table.
+        """The specification of a device: by name that of training if there is one, else that of the device table, of a
+        CPU with those facts only that some CPU in training has: what others mean was not learned.
         PredictorError: the device differs from the one that had its name in training."""
         if isinstance(device, str) and device in self.specs:
             return self.specs[device]
@@ -375,13 +378,30 @@ class Predictor:
                 f"{found.name} is not the device of that name that this predictor was trained on (training / now: "
                 f"{', '.join(known.differences(found))})"
             )
-        return known if known is not None and isinstance(device, str) else found
+        if known is not None and isinstance(device, str):
+            return known
+        if found.kind != "cpu":
+            return found
+        never = [name for name, highest in zip(DEVICE_FEATURES, self._cpu_range[1], strict=True) if np.isnan(highest)]
+        return replace(found, **dict.fromkeys(_FACTS.intersection(never)))
 
     def device_vector(self, device: str | Device) -> NDArray[np.float64]:
-        """Raw features of a device: those of training for the name of a training device, else those of its specification."""
+        """Raw features of a device: those of training for the name of a training device, else those of its specification, for
+        a CPU kept within the range of the few CPUs in training: what the network makes of 96 cores or a tenth of the usual
+        L3 was not learned."""
         if isinstance(device, str) and device in self.devices:
             return self.devices[device]
-        return np.asarray(device_features(self.device(device)), dtype=np.float64)
+        found = self.device(device)
+        features = np.asarray(device_features(found), dtype=np.float64)
+        return np.clip(features, *self._cpu_range) if found.kind == "cpu" else features
+
+    @cached_property
+    def _cpu_range(self) -> NDArray[np.float64]:
+        """Lowest and highest raw features of the CPUs in training, (2, n_device_features), NaN where all are unknown."""
+        cpus = [vector for vector in self.devices.values() if vector[DEVICE_FEATURES.index("is_cpu")]]
+        if not cpus:
+            return np.repeat([[-np.inf], [np.inf]], len(DEVICE_FEATURES), axis=1)
+        return np.stack([np.fmin.reduce(cpus), np.fmax.reduce(cpus)])
 
     def save(self, folder: str | Path) -> None:
         """Write ``predictor.json`` and ``weights.safetensors`` into a folder (made if missing)."""

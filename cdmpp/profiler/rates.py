@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from cdmpp.device import Device, DeviceTable, load_table
+from cdmpp.device.spec import CPU_IDENTITY
 from cdmpp.device.table import normalise
 from cdmpp.errors import CdmppError, UnknownDeviceError
 from cdmpp.profiler.core_rates import core_rates
@@ -79,7 +80,8 @@ def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:
         results["launch_us"] = 1e6 * _launch_s(cores)
     except CdmppError as error:
         skipped.append(f"call overhead: {error}")
-    return as_row(table, here.name, "cpu", results, skipped)
+    identity = {fact: getattr(here, fact) for fact in CPU_IDENTITY if fact not in ("kind", "isa", "share")}
+    return as_row(table, here.name, "cpu", results, skipped, **identity)
 
 
 def _streams(cores: int) -> tuple[dict[str, float], float]:
@@ -139,11 +141,11 @@ def _launch_s(cores: int) -> float:
 
 
 def as_row(
-    table: DeviceTable, name: str, kind: str, results: dict[str, float], skipped: Sequence[str] = (), **more: str
+    table: DeviceTable, name: str, kind: str, results: dict[str, float], skipped: Sequence[str] = (), **more: Any
 ) -> MeasuredDevice:
-    """A measured device as a row of a device file: the fields that the table lacks, and all results."""
+    """A measured device as a row of a device file: the fields that the table lacks, all results, and ``more`` facts."""
     known = table.find(name)
-    found: dict[str, Any] = {} if known else {"model": name, **more}
+    found: dict[str, Any] = {**more} if known else {"model": name, **more}
     for quantity, field in _FILLS.items():
         if quantity in results and field not in found and (known is None or getattr(known, field) is None):
             whole = field in ("cores", "max_threads_per_core")
