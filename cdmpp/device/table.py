@@ -525,8 +525,8 @@ def missing_fields(row: Device) -> tuple[str, ...]:
 
 
 def overlay(known: Device, row: Device) -> Device:
-    """The known row, updated with the fields and aliases that the other one gives. UnknownDeviceError: these are implausible, or
-    the other one has rates that were measured on another device."""
+    """The known row, updated with the fields and aliases that the other one gives. UnknownDeviceError: they are implausible, or
+    it has rates that were measured on another device."""
     if row.measured and (others := known.differences(row)):
         raise UnknownDeviceError(f"{row.name}: its rates were measured on another device: {', '.join(others)}")
     given = {f.name: value for f in fields(row) if (value := getattr(row, f.name)) not in (None, "", (), {})}

@@ -262,8 +262,13 @@ def used_weights(weights: FloatArray, rows: FloatArray) -> FloatArray:
     return np.where(weights > 1, np.maximum(used, 1.0), 1.0)
 
 
+#: Operators that engines run in fewer than 16 bits where a network's data type is narrow; attention only where its row says so.
+_NARROW = ("gemm", "grouped_gemm", "conv", "quantize")
+
+
 def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
-    """Read the operators of a ``.parquet`` or ``.csv`` file, one per row; rows without a data type get ``dtype``.
+    """Read the operators of a ``.parquet`` or ``.csv`` file, one per row. Rows without a data type get ``dtype``, but those
+    that no engine runs in fewer than 16 bits get bfloat16.
 
     Columns are ``op``, ``count`` (1 if missing), those that the operator needs of ``m``, ``n``, ``k``, ``heads``, ``kv_heads``,
     ``head_dim``, ``q_lengths``, ``kv_lengths`` (one entry per sequence; in CSV separated by spaces), ``bytes``,
@@ -294,6 +299,8 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """One row of an operator list as a row of a table."""
     given = {k: v for k, v in row.items() if (len(v) if np.ndim(v) else not (pd.isna(v) or v == ""))}
     op = str(given.get("op", "")).strip().lower()
+    if op not in _NARROW and ELEMENT_BYTES[dtype] < 2:
+        dtype = "bfloat16"
     count = given.get("count", 1)
     if isinstance(count, str) or not np.isfinite(count) or count < 0:
         raise ProgramError(f"count is {count}, expected a number, 0 or more")

@@ -84,11 +84,12 @@ def test_a_wrong_row_is_named(row: dict[str, Any], message: str, tmp_path: Path)
 def test_lists_of_operators_keep_what_is_unknown(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"op": "attention", "heads": 4, "kv_heads": 4, "head_dim": 8, "q_lengths": [2, 1], "kv_lengths": [5, 9], "count": 3},
-        {"op": "mystery", "phase": "decode"},
+        {"op": "mystery", "phase": "decode"}, {"op": "gemm", "m": 8, "n": 8, "k": 8},
     ]  # fmt: skip
     pd.DataFrame(rows).to_parquet(tmp_path / "step.parquet")
-    found = read_operators(tmp_path / "step.parquet", "bfloat16")
-    assert found["known"].tolist() == [True, False]
+    found = read_operators(tmp_path / "step.parquet", "fp8")
+    assert found["known"].tolist() == [True, False, True]
+    assert found["dtype"].tolist() == ["bfloat16", "bfloat16", "fp8"], "only products are narrow"
     assert found.loc[0, ["tokens", "kv_tokens", "pairs", "count"]].tolist() == [3, 14, 4 + 5 + 9, 3]
 
 
