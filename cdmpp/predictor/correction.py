@@ -72,10 +72,9 @@ def fit_correction(
     noise = _TASK**2 * (task[:, None] == task[None, :]) + _PROGRAM**2 * np.eye(len(rows))
     best, left, shift, alpha = STEPS[0], errors, 0.0, np.zeros(len(rows))
     before = of_task = _by_task(errors, task)
-    # with a single task none can be left out: try the constant alone
-    for step in STEPS[1 : None if len(names) > 1 else 2]:
+    for step in STEPS[1:] if len(names) > 1 else ():  # with a single task none can be left out, so nothing is shown to help
         inverse = np.linalg.inv(sum((sd**2 * kernel for sd, kernel in zip(step, kernels, strict=True)), noise))
-        without = left_out(inverse, errors, task) if len(names) > 1 else errors - errors.mean()
+        without = left_out(inverse, errors, task)
         # MAPE weighs over-predictions more: shift the residuals to where it is least
         centre = least_mape_shift(without, task) * len(names) / (len(names) + _TASKS_WITHOUT)
         tried = _by_task(without - centre, task)
