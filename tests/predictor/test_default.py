@@ -85,6 +85,17 @@ def data() -> TrainingData:
     return gather(FOLDER)
 
 
+def test_a_whole_cpu_is_predicted_like_those_of_its_cores_that_were_measured(
+    default: Predictor, data: TrainingData
+) -> None:
+    """An EPYC 9654 has the cores of the virtual Zen 4 in training; its other facts were not learned from any CPU."""
+    asts = [data.asts[program] for program in data.labels["program"].iloc[::9]]
+    part, whole = (default.predict(asts, name) for name in (ZEN4, "epyc-9654@1"))
+    assert np.abs(np.log(whole / part)).mean() < 0.1
+    measured = replace(default.specs[ZEN4], bandwidth_gb_s=12.0, launch_overhead_us=0.1)
+    assert default.predict(asts, measured) == pytest.approx(part)
+
+
 @pytest.fixture(scope="module")
 def scores(default: Predictor, data: TrainingData) -> dict[str, Any]:
     return evaluate(default, data, "all", by=("device",), compiled=True)

@@ -19,7 +19,7 @@ from cdmpp.cli import main
 from cdmpp.dataset import Dataset
 from cdmpp.device import get_device
 from cdmpp.device.table import machine_facts
-from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.errors import DatasetError, ProfilerError, ProgramError
 from cdmpp.profiler.engine import Outcome
 from cdmpp.profiler.plan import TaskPlan, replay_plan
 from cdmpp.profiler.session import Progress, profile, read_task_file
@@ -169,6 +169,16 @@ def test_a_plan_draws_a_quarter_by_search_and_only_what_it_lacks() -> None:
         plan.learn(program, 1e-3)
     second = fake_measure(plan)
     assert len(second) == 16 and {p.hash for p in first}.isdisjoint(p.hash for p in second)
+
+
+def test_a_task_without_programs_is_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without(*_: object) -> None:
+        raise ProgramError("task 1 has no design space")
+
+    monkeypatch.setattr("cdmpp.profiler.plan.TaskSpaces", without)
+    assert fake_measure(TaskPlan([matmul_task(64)], 4)) == [] and "no design space" in caplog.text
 
 
 def test_a_replay_is_even_over_the_tasks(mlp: Path) -> None:
