@@ -33,6 +33,9 @@ _CALL_S, _HOSTS = 19e-6, 0.2
 #: Overhead cycles of an operator whose code is in no cache (9.5 us: 27 training networks on a Zen 4), and of one if the network
 #: fits in the L2 cache. A result passes memory once, unlike that of a repeated operator: at the rate of a Zen 4 core (GB/s).
 _CALL_CYCLES, _NEAR_CYCLES, _RESULT_GB_S = 35_000.0, 5_500.0, 27.0
+#: Factor on the high end of an operator that is priced by the bytes it moves: a singular value decomposition takes a hundred times
+#: as long, an element-wise function about as long.
+_UNKNOWN = 30.0
 #: Fraction of the last-level cache that holds what the last run used.
 _KEPT = 0.8
 #: Number of draws of the operators' errors; standard deviation of the logarithmic error that the operators of a network share,
@@ -73,6 +76,7 @@ def eager_latency(
     for framework, at in ((BEST, ~cold), (TORCH_COLD, cold)):
         if at.any():
             priced[:, at] = model.interval(table[at], device, framework)
+    priced[2, ~known] *= _UNKNOWN
     seconds, low, high = priced + on_cpu * todo["written"] / (1e9 * _RESULT_GB_S)
     spread = np.log(high / low) / (2 * NormalDist().inv_cdf(0.95))
     wider = NormalDist().inv_cdf((1 + coverage) / 2) / NormalDist().inv_cdf(0.95)
@@ -105,7 +109,7 @@ def eager_latency(
             )
         )
         start += float(took) + own
-    notes = _notes(table[~known], seconds[~known].sum() / seconds.sum(), device, model)
+    notes = _notes(table[~known], (seconds + own)[~known].sum() / total, device, model)
     if not on_cpu and calls_s > seconds.sum():
         notes.append(f"Python's calls bound it: the kernels alone take {1e3 * seconds.sum():.3g} ms (--launch-us 0)")
     rng = np.random.default_rng(0)

@@ -90,7 +90,9 @@ _SPLIT_S = 1e-6
 #: 128 is the fastest that is not NVLink. Switches of NVLink add up what ranks send if their GPUs are of these architectures.
 _DEFAULT_LINK, _PCIE_LINK, _SWITCH_ADDS = 32.0, 128.0, ("sm_90", "sm_100", "sm_103")
 _MOST_ROUNDS = 6
-_DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH, _DEFAULT_PEAK = 1500.0, {"gpu": 300.0, "cpu": 30.0}, 10_000.0
+_DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH, _DEFAULT_PEAK = 1500.0, 300.0, 10_000.0
+#: Bandwidth that one core of a CPU reaches while others are busy, in GB/s; one alone has that of two.
+_OF_CORE = 15.0
 
 #: Names of the feature columns of :func:`mechanism`: logarithms, except for flags and fractions.
 MECHANISM_FEATURES: tuple[str, ...] = (
@@ -253,7 +255,9 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     peaks = {dtype: 1e9 * own[0] * _cool(device, *own) for dtype, own in pipes.items()}
     peak = arithmetic.map(peaks).to_numpy(np.float64)
     has_unit = arithmetic.map({dtype: "_matrix" in used for dtype, (_, used) in pipes.items()}).to_numpy(np.float64)
-    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH[device.kind])
+    bandwidth = 1e9 * (device.bandwidth_gb_s or _DEFAULT_BANDWIDTH)
+    if device.kind == "cpu":  # a few cores cannot use the bandwidth of the whole
+        bandwidth = 1e9 * min(device.bandwidth_gb_s or np.inf, _OF_CORE * max(cores, 2.0))
     special_rate = _SPECIAL_PER_CYCLE.get(device.mcpu, _SPECIAL_OF_OTHERS) if device.kind == "gpu" else lanes / 8
     collective = np.isin(op, COLLECTIVES)
     moved = todo["read"] + todo["written"]

@@ -36,6 +36,8 @@ COVERAGE = 0.9
 
 #: How near embeddings must be for corrections to treat programs alike (:func:`waves`), in units of the root of their width.
 _REACH = 0.35
+#: Features of a whole CPU, of which training has a few virtual machines: what the network makes of others was not learned.
+_OF_THE_WHOLE = ("share_fraction", "cores", "l3_kb", "mem_gb")
 #: Names of the facts of a device.
 _FACTS = frozenset(fact.name for fact in fields(Device))
 _DEFAULT_FOLDER = Path(__file__).parent / "weights" / "default"
@@ -386,14 +388,14 @@ class Predictor:
         return replace(found, **dict.fromkeys(_FACTS.intersection(never)))
 
     def device_vector(self, device: str | Device) -> NDArray[np.float64]:
-        """Raw features of a device: those of training for the name of a training device, else those of its specification, for
-        a CPU kept within the range of the few CPUs in training: what the network makes of 96 cores or a tenth of the usual
-        L3 was not learned."""
+        """Raw features of a device: those of training for the name of a training device, else those of its specification, where
+        :data:`_OF_THE_WHOLE` of a CPU are kept within the range of the CPUs in training."""
         if isinstance(device, str) and device in self.devices:
             return self.devices[device]
         found = self.device(device)
         features = np.asarray(device_features(found), dtype=np.float64)
-        return np.clip(features, *self._cpu_range) if found.kind == "cpu" else features
+        within = np.isin(DEVICE_FEATURES, _OF_THE_WHOLE) & (found.kind == "cpu")
+        return np.where(within, np.clip(features, *self._cpu_range), features)
 
     @cached_property
     def _cpu_range(self) -> NDArray[np.float64]:

@@ -295,6 +295,19 @@ def test_what_ships_knows_every_gpu_of_the_table() -> None:
         predict(table, "h200", compiled=True)
 
 
+def test_a_few_cores_of_a_large_cpu_are_like_those_that_were_measured() -> None:
+    sizes = {"in_channels": 64, "out_channels": 64, **dict.fromkeys(("height", "width", "out_h", "out_w"), 56)}
+    conv = {"op": "conv", "batch": 1, **sizes, "kernel_h": 3, "kernel_w": 3, "stride": 1, "dilation": 1, "groups": 1}
+    rows = [conv, {"op": "gemm", "m": 64, "n": 512, "k": 512}, {"op": "elementwise", "m": 64, "n": 4096}]
+    model, table = load_operator_model("default", "cpu"), operator_table(pd.DataFrame(rows).assign(dtype="float32"))
+    measured = model.predict(table, "epyc-zen4-2.6ghz@1")
+    assert np.abs(np.log(model.predict(table, "epyc-9654@1") / measured)).max() < 0.1
+    for device in load_table().rows:
+        if device.kind == "cpu":
+            ratio = model.predict(table, f"{device.name}@1") / measured
+            assert ((ratio > 1 / 12) & (ratio < 12)).all(), f"{device.name}: {ratio}"
+
+
 def test_serving_steps_add_up() -> None:
     ask = {"dtype": "bf16", "batch": 4, "seq": 512}
     (prefill,) = predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(**ask))
