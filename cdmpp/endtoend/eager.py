@@ -33,8 +33,8 @@ _CALL_S, _HOSTS = 19e-6, 0.2
 #: Overhead cycles of an operator whose code is in no cache (9.5 us: 27 training networks on a Zen 4), and of one if the network
 #: fits in the L2 cache. A result passes memory once, unlike that of a repeated operator: at the rate of a Zen 4 core (GB/s).
 _CALL_CYCLES, _NEAR_CYCLES, _RESULT_GB_S = 35_000.0, 5_500.0, 27.0
-#: Factor on the high end of an operator that is priced by the bytes it moves: a singular value decomposition takes a hundred times
-#: as long, an element-wise function about as long.
+#: Factor on the high end of an operator that is priced by the bytes it moves: a decomposition takes a hundred times as long, an
+#: element-wise function about as long.
 _UNKNOWN = 30.0
 #: Fraction of the last-level cache that holds what the last run used.
 _KEPT = 0.8

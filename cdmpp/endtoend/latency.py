@@ -96,6 +96,8 @@ def predict_latency(
     ``progress`` is called with the numbers of compiled and of all programs. Raises UnknownDeviceError, NetworkError,
     DatasetError, TunerError, ProgramError, or PredictorError, also for a prediction that is not a latency."""
     check_coverage(coverage)
+    if launch_overhead_us is not None and not 0 <= launch_overhead_us < math.inf:
+        raise NetworkError(f"the launch overhead must be 0 or more microseconds, got {launch_overhead_us}")
     resolved = with_known_clock(device)
     if runs_eagerly(network, runtime, schedule):
         if isinstance(predictor, Predictor) or streams > 1:
@@ -249,8 +251,6 @@ def _launch(device: Device, given_us: float | None) -> tuple[float, str]:
     known_us = given_us if given_us is not None else 0.0 if device.kind == "cpu" else device.launch_overhead_us
     if known_us is None:
         return 0.0, f"the launch overhead of {device.name} is unknown: no launch gaps are counted"
-    if not 0 <= known_us < math.inf:
-        raise NetworkError(f"the launch overhead must be 0 or more microseconds, got {known_us}")
     return float(known_us), ""
 
 

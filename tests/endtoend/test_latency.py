@@ -225,6 +225,8 @@ def test_the_command_prints_and_writes_the_same_numbers(trace: Path, monkeypatch
     monkeypatch.setattr(Predictor, "default", classmethod(lambda cls: fixed()))
     one = command.json("latency", trace, "--device", "h200", "--launch-us", "0")
     assert one["latency_s"] == pytest.approx(4e-3) and "4 ms a run on h200" in command.out
+    for network in (trace, "resnet18"):
+        assert "0 or more microseconds" in command.error("latency", network, "--device", "h200", "--launch-us", "-3")
     two = command.json("latency", trace, "--device", "H100,t4")
     assert set(two["by_latency"]) == {"h100-sxm", "t4"} and "on 2 devices" in command.out
     assert "H100 is taken for h100-sxm; there are h100-pcie, h100-sxm" in command.err and "t4 is" not in command.err
