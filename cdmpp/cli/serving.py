@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ def add_options(sub: Parser) -> None:
     add(group, "phase", choices=("prefill", "decode"), default="prefill", help="kind of step")
     add(group, "batch", default=1, help="number of sequences")
     add(group, "seq", default=512, metavar="N", help="new tokens of each sequence in a prefill")
-    add(group, "past", default=0, metavar="N", help="tokens that each sequence has already")
+    past = "tokens that each sequence has already; 0 in a decode step alone: as many as --seq"
+    add(group, "past", default=0, metavar="N", help=past)
     add(group, "generate", default=0, metavar="N", help="predict a prefill and N tokens generated after it")
     add(group, "tp", default=1, metavar="N", help="tensor parallelism: devices that each layer is split over")
     explain = "what bounds each operator, the likely kernel, and the nearest operator that was measured"
@@ -50,9 +52,10 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
             serving = Serving(dtype=dtype, generate=args.generate, tp=args.tp, **given)
             prices = None if args.price is None else read_prices(args.price)
             reports = predict_serving(args.network, devices, model, serving, framework=args.framework, prices=prices)
-    for report in reports if len(reports) == 1 else ():
+    alone = len(reports) == 1 or reports[0].latency_s is None  # the same operators are known on all devices
+    for report in reports if alone else ():
         _show(console, report, args.explain)
-    if len(reports) > 1:
+    if not alone:
         more = {
             "tokens/s": lambda report: number(report.tokens_per_s, ".4g"),
             "a million tokens": lambda report: number(report.price_per_million_tokens, ".4g"),
@@ -66,8 +69,8 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
         say(console, f"Written to {args.html}.")
     noted = reports[-1:] if args.shares else reports
     warn(console, *dict.fromkeys(note for report in noted for note in report.notes))
-    ranked = sorted(reports, key=lambda report: report.latency_s)
-    rows = [report.to_json() for report in reports]
+    ranked = sorted((one for one in reports if one.latency_s is not None), key=lambda report: report.latency_s or 0.0)
+    rows = [asdict(report) for report in reports]
     top = rows[0] if len(rows) == 1 else {"network": reports[0].network}
     return {**top, "by_latency": [report.device for report in ranked], "reports": rows}
 
@@ -95,10 +98,8 @@ def _show(console: Console, report: ServingReport, explain: bool) -> None:
         ]
         columns = ("<operator", "?<likely kernel", "<nearest measured", "<on", "far")
         show_table(console, "nearest operators measured, how far in standard deviations", columns, of_name)
-    say(
-        console,
-        f"[bold]{seconds_text(report.latency_s)}[/], 90 % interval {interval_text(report.low_s, report.high_s)}",
-    )
+    total = f"[bold]{seconds_text(report.latency_s)}[/], 90 % interval {interval_text(report.low_s, report.high_s)}"
+    say(console, "unknown: no time is known of any operator" if report.latency_s is None else total)
     for text, value in (("first token", report.first_token_s), ("each further token", report.per_token_s)):
         if value is not None:
             say(console, f"{text}: {seconds_text(value)}")

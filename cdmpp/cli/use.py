@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 #: Programs of a task that are compiled unless told otherwise.
 _COMPILED = 4
+#: What `latency` predicts -> the options that say something of it, besides those of all three.
+_OPTIONS_OF = {
+    "networks": "runtime schedule programs_per_task compile seed streams launch_us price data layers",
+    "language models": "dtype kv_dtype framework phase batch seq past generate tp price explain html",
+    "lists of operators": "dtype framework explain html",
+}
 _COMPILE = "compile (not run) the N best programs of a task, or the program, and predict from their instructions"
 
 
@@ -59,16 +65,9 @@ def _predict(args: ui.Namespace, console: Console, errors: Console) -> Any:
         raise CdmppError("--measured is of one program (PROGRAM.json), a network has many")
     from cdmpp.endtoend import predict_network
 
+    drawn = {"programs_per_task": args.programs_per_task, "compile_best": compile_best, "seed": args.seed}
     with ui.Bar(errors, "drawing and predicting programs of tasks") as bar:
-        result = predict_network(
-            predictor,
-            args.target,
-            args.device,
-            programs_per_task=args.programs_per_task,
-            compile_best=compile_best,
-            seed=args.seed,
-            progress=bar.update,
-        )
+        result = predict_network(predictor, args.target, args.device, progress=bar.update, **drawn)
     _show_tasks(console, result)
     return result
 
@@ -162,9 +161,22 @@ def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
     shares = [device.name for device in shares_of(devices[0])]
     result = _latency_on(args, shares, console, errors)
     latency_s = {report["device"]: report["latency_s"] for report in result.get("reports", [result])}
+    if None in latency_s.values():
+        return {**result, "smallest_share": None}
     smallest = shares[smallest_share([latency_s[share] for share in shares])]
     ui.say(console, f"The smallest share that is as fast as {shares[-1]}, within 5 %: [bold]{smallest}[/].")
     return {**result, "smallest_share": smallest}
+
+
+def _check_options(args: ui.Namespace, what: str) -> None:
+    """Refuse options that say nothing of what is predicted, rather than ignore them."""
+    defaults = ui.Parser()
+    _add_latency(defaults)
+    for key in " ".join(_OPTIONS_OF.values()).split():
+        of = [kind for kind, own in _OPTIONS_OF.items() if key in own.split()]
+        if what not in of and getattr(args, key) != defaults.get_default(key):
+            taken = f"{args.network} is taken for one of the {what} (cdmpp networks lists names)"
+            raise CdmppError(f"--{key.replace('_', '-')} is of {' and '.join(of)}, and {taken}")
 
 
 def _latency_on(args: ui.Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
@@ -174,10 +186,11 @@ def _latency_on(args: ui.Namespace, devices: Sequence[str], console: Console, er
 
     listed = args.network.lower().endswith((".parquet", ".csv"))
     if listed or model_name(args.network) in MODELS or (args.network.endswith(".json") and is_config(args.network)):
+        _check_options(args, "lists of operators" if listed else "language models")
         return run_serving(args, devices, console, errors)
-    if args.dtype is not None:
-        raise CdmppError("--dtype is of language models and lists of operators: networks are float32 here")
+    _check_options(args, "networks")
     tuned = args.runtime == "tvm-tuned"
+    given = {name: getattr(args, name) for name in ("data", "streams", "programs_per_task", "seed")}
     reading = errors.status("reading the network, predicting its tasks")
 
     def compiled(done: int, total: int) -> None:
@@ -190,15 +203,12 @@ def _latency_on(args: ui.Namespace, devices: Sequence[str], console: Console, er
             devices,
             args.predictor,
             prices=None if args.price is None else read_prices(args.price),
-            data=args.data,
             runtime="tvm" if tuned else args.runtime,
             schedule="best" if tuned and args.schedule == "untuned" else args.schedule,
-            streams=args.streams,
             launch_overhead_us=args.launch_us,
-            programs_per_task=args.programs_per_task,
             compile_best=args.compile,
-            seed=args.seed,
             progress=compiled,
+            **given,
         )
     if len(comparison.reports) == 1:
         _show_layers(console, comparison, args.layers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,18 @@ _USABLE = 0.9
 
 @dataclass(frozen=True)
 class ServingReport:
-    """Predicted latency of operators on a device; ``by_op`` and ``by_phase`` are seconds, ``unknown`` counts those without."""
+    """Predicted latency of operators on a device; ``by_op`` and ``by_phase`` are seconds, ``unknown`` counts those without. A
+    sum of operators of which none is known is None."""
 
     network: str
     device: str
     dtype: str
     framework: str
-    latency_s: float
-    low_s: float
-    high_s: float
-    by_phase: Mapping[str, float]
-    by_op: Mapping[str, float]
+    latency_s: float | None
+    low_s: float | None
+    high_s: float | None
+    by_phase: Mapping[str, float | None]
+    by_op: Mapping[str, float | None]
     steps: Sequence[Mapping[str, Any]]
     operators: Sequence[Mapping[str, Any]]
     unknown: Mapping[str, int]
@@ -52,11 +53,8 @@ class ServingReport:
     tokens_per_s: float | None = None
     price_per_million_tokens: float | None = None
     memory_gb: float | None = None
+    memory_parts_gb: Mapping[str, float] | None = None
     notes: Sequence[str] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
 
     def by_name(self) -> list[dict[str, Any]]:
         """Operators grouped by phase and name, in their order: ``runs``, seconds ``together`` and their ``share`` of the
@@ -120,15 +118,18 @@ def predict_serving(
     reports, small = [], list[NetworkError]()
     for name in devices:
         device = get_device(name)
+        if device.kind != "gpu":
+            instead = "give a GPU, such as h200, or a list of operators (.csv, .parquet)"
+            raise NetworkError(f"language models are predicted for GPUs only, and {device.name} is a CPU: {instead}")
         try:
             memory = _check_memory(decoder, serving, device, dtype, kv_dtype)
         except NetworkError as err:
             small.append(err)
             continue
         report = _report(rows, device, model, decoder.name, dtype, framework)
-        reports.append(_with_rates(report, serving, memory, (prices or {}).get(device.name)))
+        reports.append(_rated(report, serving, memory, (prices or {}).get(device.name)))
     if not reports:
-        raise small[0]
+        raise NetworkError("; ".join(map(str, small)))
     part = [f"the text part of {decoder.name} alone: what encodes images or sound is not included"] * decoder.text_part
     part += ["latent attention was never measured: its times are of attention to as many bytes"] * bool(decoder.latent)
     return [replace(report, notes=(*report.notes, *part, *map(str, small))) for report in reports]
@@ -140,19 +141,21 @@ def _check(serving: Serving) -> None:
             raise NetworkError(f"--{name} is {getattr(serving, name)}, expected {least} or more")
     if serving.phase not in ("prefill", "decode"):
         raise NetworkError(f"--phase is {serving.phase!r}, expected prefill or decode")
+    if serving.generate and serving.phase == "decode":
+        raise NetworkError("--generate N predicts a prefill and N decode steps: leave out --phase decode")
 
 
 def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.DataFrame:
     """The operators of all predicted steps; ``weight`` is the number of steps of a generation that each one stands for."""
     plan = [("prefill", 0, serving.seq, serving.past, 1.0)]
+    if serving.phase == "decode":
+        plan = [("decode", 0, 1, serving.past or serving.seq, 1.0)]
     if serving.generate:
         start = serving.past + serving.seq
         at = np.unique(np.linspace(0, serving.generate - 1, min(_SAMPLED_STEPS, serving.generate)).astype(int))
         # linear interpolation between the predicted lengths
         weights = [np.interp(np.arange(serving.generate), at, own).sum() for own in np.eye(len(at))]
         plan += [("decode", int(s) + 1, 1, start + int(s), float(w)) for s, w in zip(at, weights, strict=True)]
-    elif serving.phase == "decode":
-        plan = [("decode", 0, 1, serving.past or serving.seq, 1.0)]
     rows: list[dict[str, Any]] = []
     for phase, step, new, past, weight in plan:
         for row in decoder.step(serving.batch, new, past, dtype, kv_dtype, serving.tp):
@@ -161,30 +164,32 @@ def _steps(decoder: Decoder, serving: Serving, dtype: str, kv_dtype: str) -> pd.
     return operator_table(rows)
 
 
-def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str, kv_dtype: str) -> float:
-    """GB needed on one rank. Raises NetworkError if the device has less, with options that would fit."""
-    per_sequence = serving.past + max(serving.generate + serving.seq, 1)
-    if serving.phase == "decode" and not serving.generate:
-        per_sequence = (serving.past or serving.seq) + 1
-    new = serving.batch * (1 if serving.phase == "decode" and not serving.generate else serving.seq)
-
-    def needed(batch: int, tp: int, dtype: str = dtype, kv_dtype: str = kv_dtype) -> float:
-        scale = batch / serving.batch
-        return decoder.memory_bytes(dtype, kv_dtype, batch, per_sequence, new * scale, tp) / 1e9
-
-    total = needed(serving.batch, serving.tp)
+def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str, kv_dtype: str) -> dict[str, float]:
+    """GB needed on one rank, by what for. Raises NetworkError if the device has less, with options that would fit."""
+    past, new = (serving.past or serving.seq, 1) if serving.phase == "decode" else (serving.past, serving.seq)
     room = (device.mem_gb or math.inf) * _USABLE
-    if total <= room:
-        return total
-    batch = next((b for b in range(serving.batch - 1, 0, -1) if needed(b, serving.tp) <= room), 0)
+
+    def needed(batch: int, tp: int, dtype: str = dtype, kv_dtype: str = kv_dtype) -> dict[str, float]:
+        found = decoder.memory_bytes(dtype, kv_dtype, batch, past + new + serving.generate, batch * new, tp)
+        return {part: size / 1e9 for part, size in found.items()}
+
+    def fits(*asked: Any) -> bool:
+        return sum(needed(*asked).values()) <= room
+
+    own = needed(serving.batch, serving.tp)
+    if fits(serving.batch, serving.tp):
+        return own
+    batch = next((b for b in range(serving.batch - 1, 0, -1) if fits(b, serving.tp)), 0)
     splits = (2**i for i in range(8) if 2**i > serving.tp and decoder.splits(2**i))
-    tp = next((ranks for ranks in splits if needed(serving.batch, ranks) <= room), 0)
-    narrow = needed(serving.batch, serving.tp, "fp8", "fp8") <= room
+    tp = next((ranks for ranks in splits if fits(serving.batch, ranks)), 0)
     options = [f"--batch {batch}"] * (batch > 0) + [f"--tp {tp}"] * (tp > 0)
-    otherwise = "--dtype fp8 --kv-dtype fp8" if narrow else "nothing but shorter sequences"
+    otherwise = "nothing, as the weights alone do not," if own["weights"] > room else "nothing but shorter sequences"
+    if fits(serving.batch, serving.tp, "fp8", "fp8"):
+        otherwise = "--dtype fp8 --kv-dtype fp8"
+    split = ", ".join(f"{size:.1f} {part}" for part, size in own.items())
     raise NetworkError(
-        f"{decoder.name} needs {total:.0f} GB on each of {serving.tp} {device.name}, which have {device.mem_gb:g} GB, of which "
-        f"{_USABLE:.0%} can be used: {' or '.join(options) or otherwise} would fit"
+        f"{decoder.name} needs {sum(own.values()):.0f} GB ({split}) on each of {serving.tp} {device.name}, which have "
+        f"{device.mem_gb:g} GB, of which {_USABLE:.0%} can be used: {' or '.join(options) or otherwise} would fit"
     )
 
 
@@ -194,26 +199,29 @@ def _report(
     known = rows["known"].to_numpy(dtype=bool)
     table = operator_table(rows[known])
     each, low, high = model.interval(table, device, framework)
-    counts, ops, phases = table["count"].to_numpy(dtype=np.float64), table["op"], table["phase"].astype(str)
-    seconds = pd.Series(each * counts, index=table.index)
-    total = float(seconds.sum())
+    counts = table["count"].to_numpy(dtype=np.float64)
+    seconds = pd.Series(np.nan, index=rows.index)
+    seconds[known] = each * counts
     low_s, high_s = _interval(each * counts, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
-    weight = pd.Series(table.get("weight", 1.0), index=table.index)
+    weight = pd.Series(rows.get("weight", 1.0), index=rows.index)
     own_s = seconds / weight  # of one step, not of all steps that it stands for
     steps = [
-        {"step": _plain(step), "phase": phase, "stands_for": weight[of[0]], "latency_s": float(own_s[of].sum())}
-        for (step, phase), of in table.groupby([table["step"], phases], sort=False).groups.items()
+        {"step": _plain(step), "phase": phase, "stands_for": weight[of[0]], "latency_s": _sum(own_s[of])}
+        for (step, phase), of in rows.groupby(["step", "phase"], sort=False).groups.items()
     ]
-    columns = {"row": np.flatnonzero(known) + 1, "name": table["name"], "op": ops, "phase": phases}
-    columns |= {"step": table["step"], "count": counts}
     why = model.explain(table, device) if len(table) else pd.DataFrame()
-    listed = pd.DataFrame({**columns, "latency_s": each}).join(why)
+    columns = table[["name", "op", "phase", "step", "count"]]
+    listed = columns.assign(row=np.flatnonzero(known) + 1, latency_s=each).join(why)
     operators = [{name: _plain(value) for name, value in row.items()} for row in listed.to_dict("records")]
     unknown = rows.loc[~known, "op"].value_counts().to_dict()
-    notes = [note for note in {without_unit(device, d) for d in set(table["dtype"])} if note]
+    lacking = {used: without_unit(device, used) for used in sorted(set(table["dtype"]))}
+    instead = "; it has one for --dtype fp16" * (device.kind == "gpu" and not without_unit(device, "float16"))
+    notes = [note + instead * (used == "bfloat16") for used, note in lacking.items() if note]
     if unknown:
-        share = 1 - known.mean()
-        notes.append(f"no time is known of {', '.join(unknown)}: {share:.0%} of the rows are missing from the sum")
+        share = 1 - counts.sum() / max(rows["count"].sum(), 1e-9)
+        notes.append(f"no time is known of {', '.join(unknown)}: {share:.0%} of the runs are missing from the sum")
+        if lost := [f"step {step['step']} {step['phase']}" for step in steps if step["latency_s"] is None]:
+            notes.append(f"{len(lost)} of {len(steps)} steps are unknown, as are all their operators: {lost[0]}")
     if device.name in model.corrections:
         notes.append(f"{device.name}: corrected by operators that were measured on it")
     elif unmeasured := sorted(set(kinds(table)) - model.measured_on(device)):
@@ -221,26 +229,16 @@ def _report(
             f"on {device.name} these were never measured, with intervals of devices left out: {', '.join(unmeasured)}"
         )
     return ServingReport(
-        network=name,
-        device=device.name,
-        dtype=dtype,
-        framework=framework,
-        latency_s=total,
-        low_s=low_s,
-        high_s=high_s,
-        by_phase=seconds.groupby(phases).sum().to_dict(),
-        by_op=seconds.groupby(ops).sum().to_dict(),
-        steps=steps,
-        operators=operators,
-        unknown=unknown,
-        notes=tuple(notes),
-    )
+        network=name, device=device.name, dtype=dtype, framework=framework, latency_s=_sum(seconds),
+        low_s=low_s if known.any() else None, high_s=high_s if known.any() else None,
+        by_phase={phase: _sum(own) for phase, own in seconds.groupby(rows["phase"])},
+        by_op={op: _sum(own) for op, own in seconds.groupby(rows["op"])},
+        steps=steps, operators=operators, unknown=unknown, notes=tuple(notes),
+    )  # fmt: skip
 
 
 def _interval(seconds: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[float, float]:
     """Low and high ends of the sum that hold nine of ten draws of the operators' errors, which are partly the device's."""
-    if not len(seconds):
-        return 0.0, 0.0
     rng = np.random.default_rng(0)
     shared = rng.standard_normal((_DRAWS, 1)) * math.sqrt(_SHARED)
     draws = shared + rng.standard_normal((_DRAWS, len(seconds))) * math.sqrt(1 - _SHARED)
@@ -250,20 +248,27 @@ def _interval(seconds: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[f
     return min(float(low_s), total), max(float(high_s), total)
 
 
-def _with_rates(report: ServingReport, serving: Serving, memory_gb: float, price: float | None) -> ServingReport:
+def _rated(report: ServingReport, serving: Serving, memory: dict[str, float], price: float | None) -> ServingReport:
     """Add what a user of the service sees: time to first token, time per token, tokens per second, and their price."""
     tokens = serving.batch * (serving.generate or (serving.seq if serving.phase == "prefill" else 1))
+    assert report.latency_s is not None  # every operator of a decoder is known
     rate = tokens / report.latency_s
     decode_s = report.by_phase.get("decode")
     return replace(
         report,
-        memory_gb=memory_gb,
+        memory_gb=sum(memory.values()),
+        memory_parts_gb=memory,
         tokens_per_s=rate,
         first_token_s=report.by_phase.get("prefill"),
         per_token_s=None if decode_s is None else decode_s / (serving.generate or 1),
         price_per_million_tokens=None if price is None else 1e6 * serving.tp * price / 3600 / rate,
         notes=(*report.notes, "kernels alone, as recorded graphs run them: the host's time is not included"),
     )
+
+
+def _sum(seconds: pd.Series) -> float | None:
+    """The sum of what is known; None if nothing is, as that is not no time."""
+    return _plain(seconds.sum(min_count=1))
 
 
 def _plain(value: Any) -> Any:

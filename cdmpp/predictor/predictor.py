@@ -259,9 +259,7 @@ class Predictor:
             references = pair_features.references_s(self.transform.relative_to, asts, known, device_index)
         logs = np.stack([np.log(self.transform.inverse(own, references)) for own in labels])
         seconds: NDArray[np.float64] = np.exp(np.where(has_code, logs.mean(axis=0), logs[0]) + corrected)
-        if evidence.elsewhere is None:
-            return seconds
-        return self._combined(pairs, seconds, evidence.elsewhere)
+        return seconds if evidence.elsewhere is None else self._combined(pairs, seconds, evidence.elsewhere)
 
     def _combined(
         self, pairs: Pairs, predicted_s: NDArray[np.float64], elsewhere: Sequence[tuple[Device, NDArray[np.float64]]]
@@ -288,13 +286,9 @@ class Predictor:
             if len(here):
                 target = self.device(device)
                 chosen = [asts[i] for i in here.tolist()]
-                combined[here] = combine(
-                    self.scaling,
-                    target,
-                    predicted_s[here],
-                    pair_features.estimate_s(chosen, target),
-                    [(source, a[here], b[here], c[here]) for source, a, b, c in sources],
-                )
+                known = [(source, a[here], b[here], c[here]) for source, a, b, c in sources]
+                estimated_s = pair_features.estimate_s(chosen, target)
+                combined[here] = combine(self.scaling, target, predicted_s[here], estimated_s, known)
                 for source, measured_s, *_ in sources:
                     if pair_features.are_shares(source, target):
                         scaled = measured_s[here] * pair_features.share_ratio(chosen, measured_s[here], source, target)
@@ -535,7 +529,10 @@ def _checked_seconds(values: ArrayLike, n: int, device: str) -> NDArray[np.float
 
 def _of_operators(table: pd.DataFrame, device: str | Device, more: Any) -> tuple[Any, Any, Any]:
     from cdmpp.predictor.operators import load_operator_model
+    from cdmpp.program.operators import COLUMNS
 
+    if not set(COLUMNS) <= set(table.columns):
+        raise ProgramError("this is no table of operators: make one of it by cdmpp.program.operators.operator_table")
     if more:
         raise PredictorError(f"library operators take no compiled code or latencies; intervals are of {COVERAGE:g}")
     return load_operator_model("default", get_device(device).kind).interval(table, device)

@@ -51,6 +51,9 @@ _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_m
           "qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text")  # fmt: skip
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3text": 6, "gptoss": 2, "olmo3": 4, "cohere2": 4}
 _UNLIKE = ("full_attention_interval", "interleave_moe_layer_step", "mlp_only_layers")
+#: Sizes of a configuration that may be 0.
+_ALSO_0 = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size", "n_shared_experts",
+           "shared_expert_intermediate_size", "first_k_dense_replace")  # fmt: skip
 #: Products that stay in 16 bits, as everything does except the layers' other products.
 _IN_16_BITS = ("vocabulary", "router", "queries to latents", "latents to values")
 #: Sizes of latent attention: what queries, and keys with values, are reduced to; parts of a head.
@@ -83,44 +86,51 @@ class Decoder:
     tied: bool = False
     text_part: bool = False
 
-    def check_split(self, tp: int) -> None:
-        """Raise NetworkError unless every rank gets whole heads and equal parts of the layers."""
-        if tp < 1:
-            raise NetworkError(f"--tp is {tp}, expected 1 or more ranks")
-        if not self.splits(tp):
-            sizes = f"{self.heads} heads, {self.kv_heads} heads of keys and {self.intermediate} columns"
-            raise NetworkError(f"{self.name}: {sizes} cannot be split over {tp} ranks evenly")
-
     def splits(self, tp: int) -> bool:
         """Whether every rank gets whole heads and equal parts."""
-        return not (self.heads % tp or (self.kv_heads % tp and tp % self.kv_heads) or self.intermediate % tp)
+        return tp > 0 and not (self.heads % tp or (self.kv_heads % tp and tp % self.kv_heads) or self.intermediate % tp)
 
-    def weights(self, tp: int = 1) -> float:
-        """Parameters that one of ``tp`` ranks holds."""
+    def weights_in_16_bits(self) -> float:
+        """Parameters of the embedding and of :data:`_IN_16_BITS`."""
+        _, kv, nope, _, value = self.latent or (0,) * len(_LATENT)
+        routers = (self.layers - self.dense) * self.experts
+        outside = self.hidden * (self.vocabulary * (1 if self.tied else 2) + routers)
+        return outside + self.layers * self.heads * kv * (nope + value)
+
+    def weights(self) -> float:
+        """All parameters."""
         attending = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         if self.latent:
             q, kv, nope, rope, value = self.latent
-            of_head = (q or self.hidden) * (nope + rope) + kv * (nope + value) + self.hidden * value
+            of_head = (q or self.hidden) * (nope + rope) + self.hidden * value
             attending = self.hidden * (q + kv + rope) + self.heads * of_head
-        columns = self.intermediate * max(1, self.experts) + self.shared_intermediate + self.experts / 3
+        columns = self.intermediate * max(1, self.experts) + self.shared_intermediate
         wide = 3 * self.hidden * ((self.layers - self.dense) * columns + self.dense * self.dense_intermediate)
-        outside = self.hidden * self.vocabulary * (1 if self.tied else 2)
-        return (self.layers * attending + wide + outside) / tp
+        return self.layers * attending + wide + self.weights_in_16_bits()
 
-    def memory_bytes(self, dtype: str, kv_dtype: str, batch: int, tokens: int, new: float, tp: int = 1) -> float:
+    def memory_bytes(
+        self, dtype: str, kv_dtype: str, batch: int, tokens: int, new: int, tp: int = 1
+    ) -> dict[str, float]:
         """Bytes on one of ``tp`` ranks: weights, keys and values of ``tokens`` of each sequence, and activations of ``new``."""
+        in_16_bits = self.weights_in_16_bits()
+        weights = (self.weights() - in_16_bits) * ELEMENT_BYTES[dtype] + in_16_bits * 2
         kept = (self.layers - self.windowed) * tokens + self.windowed * min(tokens, self.window)
         _, latent, _, rope, _ = self.latent or (0,) * len(_LATENT)
         of_token = latent + rope if latent else 2 * max(1.0, self.kv_heads / tp) * self.head_dim
         cache = batch * kept * of_token * ELEMENT_BYTES[kv_dtype]
         live = new * (4 * self.hidden + 3 * self.intermediate / tp) * 2
-        return self.weights(tp) * ELEMENT_BYTES[dtype] + cache + live
+        return {"weights": weights / tp, "KV cache": cache, "activations": live}
 
     def step(self, batch: int, new: int, past: int, dtype: str, kv_dtype: str, tp: int = 1) -> list[dict[str, Any]]:
         """Operators of one step on one of ``tp`` ranks, for ``batch`` sequences of ``new`` tokens each after ``past`` earlier
-        ones, as rows for :func:`cdmpp.program.operators.operator_table` with ``name`` and ``count``."""
-        self.check_split(tp)
+        ones, as rows for :func:`cdmpp.program.operators.operator_table` with ``name`` and ``count``. Raises NetworkError unless
+        every rank gets whole heads and equal parts of the layers."""
+        if not self.splits(tp):
+            parts = f"{self.heads} heads, {self.kv_heads} heads of keys and {self.intermediate} columns"
+            raise NetworkError(f"{self.name}: {parts} cannot be split over {tp} ranks evenly")
         tokens, heads, kv_heads = batch * new, self.heads // tp, max(1, self.kv_heads // tp)
+        in_16_bits = dtype if dtype == "float16" else "bfloat16"
+        kv_dtype = in_16_bits if ELEMENT_BYTES[kv_dtype] == 2 else kv_dtype  # no conversion between two of 16 bits
         rows: list[dict[str, Any]] = []
 
         def add(name: str, op: str, count: float = self.layers, **sizes: Any) -> None:
@@ -169,7 +179,7 @@ class Decoder:
         add("vocabulary", "gemm", 1, m=batch, n=-(-self.vocabulary // tp), k=self.hidden)
         for row in rows:
             if row["name"] in _IN_16_BITS or row["op"] not in ("gemm", "grouped_gemm"):
-                row["dtype"] = "bfloat16"
+                row["dtype"] = in_16_bits
         return rows
 
 
@@ -189,9 +199,11 @@ def load_decoder(spec: str | Path) -> Decoder:
     if not isinstance(config, dict):
         raise NetworkError(f"{spec} holds no configuration: expected names and values")
     name = Path(spec).parent.name or str(spec)
+    if not isinstance(text := config.get("text_config", {}), dict):
+        raise NetworkError(f"{name}: text_config is {text!r}, expected names and values")
     sentence = f"{name}: a size of its configuration cannot be"
     with raised_as(NetworkError, sentence, TypeError, LookupError, ArithmeticError):
-        return _decoder({**config, **config.get("text_config", {})}, name)
+        return _decoder({**config, **text}, name)
 
 
 def is_config(path: str | Path) -> bool:
@@ -204,19 +216,26 @@ def is_config(path: str | Path) -> bool:
 
 
 def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
-    kind = str(config.get("model_type") or (config.get("architectures") or ["unknown"])[0]).lower()
+    architectures = config.get("architectures") or [""]
+    if not isinstance(architectures, list):
+        raise NetworkError(f"{name}: architectures is {architectures!r}, expected a list of names")
+    kind = str(config.get("model_type") or architectures[0]).lower()
+    if not kind:
+        raise NetworkError(f"{name}: its configuration lacks model_type")
     short = kind.removesuffix("forcausallm").replace("_", "")
     if short not in {known.replace("_", "") for known in _KNOWN}:
         raise NetworkError(f"{name}: no decoder of kind {kind!r} is known here; there are {', '.join(_KNOWN)}")
     unlike = [field for field in _UNLIKE if config.get(field)]
     types = list(config.get("layer_types") or ())
     unlike += ["layer_types"] * (not {"full_attention", "sliding_attention"}.issuperset(types))
+    unlike += ["decoder_sparse_step"] * (config.get("decoder_sparse_step") not in (None, 1))
     if unlike:
         raise NetworkError(f"{name}: layers that differ like this are not known here: {', '.join(unlike)}")
     pattern = ["sliding_window_pattern"] * (not types)
-    for field in (*_SIZES[1:], "head_dim", "num_experts_per_tok", "sliding_window", *_LATENT, *pattern):
-        if (given := config.get(field)) is not None and (not isinstance(given, int) or given < 1):
-            raise NetworkError(f"{name}: {field} is {given!r}, expected a whole number above 0")
+    for field in (*_SIZES[1:], "head_dim", "num_experts_per_tok", "sliding_window", *_LATENT, *pattern, *_ALSO_0):
+        least = "from 0" if field in _ALSO_0 else "above 0"
+        if (given := config.get(field)) is not None and (type(given) is not int or given < (field not in _ALSO_0)):
+            raise NetworkError(f"{name}: {field} is {given!r}, expected a whole number {least}")
     missing = [field for field in _NEEDED if field not in config]
     experts = int(config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts") or 0)
     inner = int((experts and config.get("moe_intermediate_size")) or config.get("intermediate_size") or 0)
@@ -232,6 +251,9 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
         raise NetworkError(f"{name}: {heads} attention heads are not a multiple of {kv_heads} heads of keys")
     shared = config.get("shared_expert_intermediate_size") or int(config.get("n_shared_experts") or 0) * inner
     layers = int(config["num_hidden_layers"])
+    for field, most, what in (("first_k_dense_replace", layers, "layers"), ("num_experts_per_tok", experts, "experts")):
+        if experts and int(config.get(field) or 0) > most:
+            raise NetworkError(f"{name}: {field} is {config[field]}, expected at most its {most} {what}")
     window = int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
     every = config.get("sliding_window_pattern") or _PATTERNS.get(short, layers + 1)
     windowed = types[:layers].count("sliding_attention") if types else layers - layers // every

@@ -73,6 +73,9 @@ def test_an_option_has_one_name_and_its_former_ones() -> None:
         (["tune", "mlp", "--trials", "many"], "--trials"),
         (["profile", "mlp", "--out", "x", "--workers", "two"], "auto or a whole number"),
         (["profile", "mlp", "--out", "x", "--budget", "soon"], "no duration"),
+        (["latency", "mlp", "--device", "t4", "--html", "x"], "--html is of language models and lists of operators"),
+        (["latency", "qwen3-8b", "--device", "t4", "--streams", "2"], "--streams is of networks, and qwen3-8b is"),
+        (["latency", "x.csv", "--device", "t4", "--tp", "2"], "--tp is of language models, and x.csv is taken for one"),
         (["networks", "--json", "no/such/folder/x.json"], "cannot write"),
     ],
 )

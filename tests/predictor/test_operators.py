@@ -293,6 +293,8 @@ def test_what_ships_knows_every_gpu_of_the_table() -> None:
     np.testing.assert_array_equal(found, SHIPPED.interval(table, "h200"))
     with pytest.raises(PredictorError, match="no compiled code"):
         predict(table, "h200", compiled=True)
+    with pytest.raises(ProgramError, match=r"make one of it by cdmpp\.program\.operators\.operator_table"):
+        predict(table[["op", "dtype", "m", "n", "k"]], "h200")
 
 
 def test_a_few_cores_of_a_large_cpu_are_like_those_that_were_measured() -> None:
@@ -319,31 +321,41 @@ def test_serving_steps_add_up() -> None:
     assert whole.price_per_million_tokens == pytest.approx(1000 / whole.tokens_per_s)
     assert decode.low_s < decode.latency_s < decode.high_s
     assert decode.latency_s > 0.9 * 16.06 / get_device("h200").bandwidth_gb_s  # two bytes of 8 billion parameters
-    with pytest.raises(NetworkError, match=r"141 GB.*--tp 2 would fit"):
-        predict_serving("llama-3.1-70b", ["h200"], SHIPPED, Serving())
     (fits,) = predict_serving("llama-3.1-8b", ["t4", "h200"], SHIPPED, Serving())
     assert fits.device == "h200" and "t4, which have 16 GB" in " ".join(fits.notes)
-    with pytest.raises(NetworkError, match="used: --dtype fp8 --kv-dtype fp8 would fit"):  # 28 heads are no 8 ranks
-        predict_serving("qwen2.5-7b", ["t4"], SHIPPED, Serving(seq=3000, tp=4, phase="decode", past=1_200_000))
-    with pytest.raises(NetworkError, match="--batch is 0"):
-        predict_serving("llama-3.1-8b", ["h200"], SHIPPED, Serving(batch=0))
+    assert fits.memory_gb == pytest.approx(sum(fits.memory_parts_gb.values()))
+    bf16, fp16 = (predict_serving("qwen3-8b", ["t4"], SHIPPED, Serving(t, tp=4))[0].notes for t in ("bf16", "fp16"))
+    assert "is used instead; it has one for --dtype fp16" in " ".join(bf16) and "no unit" not in " ".join(fp16)
+    tiny, long = replace(get_device("t4"), mem_gb=2.0), Serving(seq=3000, tp=4, phase="decode", past=1_200_000)
+    for model, devices, asked, said in (
+        ("qwen2.5-7b", ["t4"], long, "used: --dtype fp8 --kv-dtype fp8 would fit"),  # 28 heads are no 8 ranks
+        ("qwen2.5-7b", [tiny], Serving(tp=4), r"\(3.8 weights, 0.0 KV cache, .*as the weights alone do not, would fit"),
+        ("llama-3.1-70b", ["t4", "h200"], Serving(), "1 t4.*--tp 16 would fit; .*141 GB.*--tp 2 would fit"),
+        ("llama-3.1-8b", ["h200"], Serving(batch=0), "--batch is 0"),
+        ("llama-3.1-8b", ["h200"], Serving(phase="decode", generate=4), "leave out --phase decode"),
+        ("llama-3.1-8b", ["epyc-7742@1"], Serving(), "for GPUs only, and epyc-7742@1 is a CPU: give a GPU"),
+    ):
+        with pytest.raises(NetworkError, match=said):
+            predict_serving(model, devices, SHIPPED, asked)
 
 
-def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path) -> None:
+def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "step.csv"
-    path.write_text(
-        "op,m,n,k,count,phase,step\ngemm,8,4096,4096,2,decode,0\nrmsnorm,8,4096,,1,decode,1\nmystery,,,,1,decode,1"
-    )
+    path.write_text("op,m,n,k,count,phase,step\ngemm,8,4096,4096,2,a,0\nrmsnorm,8,4096,,1,a,1\nmystery,,,,1,b,2")
     (report,) = predict_operators(path, ["NVIDIA L40S"], lambda kind: SHIPPED)
     each = {row["name"]: row["latency_s"] for row in report.operators}
     assert report.latency_s == pytest.approx(2 * each["gemm"] + each["rmsnorm"])
-    assert [step["latency_s"] for step in report.steps] == pytest.approx([2 * each["gemm"], each["rmsnorm"]])
-    assert report.unknown == {"mystery": 1} and "33%" in " ".join(report.notes)
+    assert [step["latency_s"] for step in report.steps[:2]] == pytest.approx([2 * each["gemm"], each["rmsnorm"]])
+    assert report.steps[2]["latency_s"] is report.by_phase["b"] is None and "1 of 3 steps" in report.notes[1]
+    assert report.unknown == {"mystery": 1} and "25%" in " ".join(report.notes)
     assert report.operators[0]["bound"] in ("memory and caches", "launch")
     assert [row["row"] for row in report.operators] == [1, 2]
     path.write_text("op,m,n,k\nmystery,8,8,8\n")
     (nothing,) = predict_operators(path, ["l40s"], lambda kind: SHIPPED)
-    assert nothing.latency_s == 0 and nothing.unknown == {"mystery": 1} and nothing.by_name() == []
+    assert nothing.latency_s is nothing.low_s is None and nothing.unknown == {"mystery": 1} and nothing.by_name() == []
+    shares = command.json("latency", path, "--device", "h200", "--shares", "--html", tmp_path / "step.html")
+    assert shares["smallest_share"] is None and shares["by_latency"] == [] and "unknown: no time" in command.out
+    assert "h200: unknown" in (tmp_path / "step.html").read_text()
     path.write_text("op,m,n,k\ngemm,8,inf,8\n")
     with pytest.raises(ProgramError, match="row 1: n is inf, expected a number from 0 to"):
         predict_operators(path, ["l40s"], lambda kind: SHIPPED)

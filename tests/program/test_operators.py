@@ -114,7 +114,7 @@ def test_other_kinds(kind: str, sizes: tuple[int, ...], more: dict[str, Any], bi
 
 def test_latent_attention_keeps_one_vector_a_token() -> None:
     decoder = load_decoder("deepseek-v3")
-    kept = [decoder.memory_bytes("fp8", "bfloat16", 1, tokens, 0) for tokens in (0, 1000)]
+    kept = [decoder.memory_bytes("fp8", "bfloat16", 1, tokens, 0)["KV cache"] for tokens in (0, 1000)]
     assert kept[1] - kept[0] == 70_272_000  # DeepSeek-V3's technical reports
     for new, past, read in ((1, 1000, 1001 * 576 + 128 * 288), (512, 0, 512 * 128 * (320 + 160))):
         table = operator_table(decoder.step(1, new, past, "fp8", "bfloat16"))
@@ -127,6 +127,9 @@ def test_latent_attention_keeps_one_vector_a_token() -> None:
 
 def test_a_step_does_two_operations_a_parameter_and_token() -> None:
     decoder = load_decoder("llama-3.1-8b")
+    assert {row["dtype"] for row in decoder.step(1, 1, 9, "float16", "bfloat16")} == {"float16"}
+    held = [decoder.memory_bytes(dtype, "fp8", 1, 1, 1)["weights"] for dtype in ("bfloat16", "fp8", "int4_wo")]
+    assert held == pytest.approx([16.06e9, 9.08e9, 5.59e9], rel=1e-3)  # embedding and vocabulary keep 16 bits
     for tp in (1, 2):
         table = operator_table(decoder.step(1, 1, 0, "bfloat16", "bfloat16", tp))
         products = work(table)["matrix"] * table["count"] * (table["op"] == "gemm")
@@ -157,6 +160,13 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
         ({**llama, "num_attention_heads": 0}, "num_attention_heads is 0"),
         ({**llama, "num_key_value_heads": 7}, "32 attention heads are not a multiple of 7"),
         ({**experts, "num_experts_per_tok": None}, "lacks num_experts_per_tok"),
+        ({**experts, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, expected at most its 8 experts"),
+        ({**experts, "num_local_experts": -8}, "num_local_experts is -8, expected a whole number from 0"),
+        ({**experts, "first_k_dense_replace": 99}, "first_k_dense_replace is 99, expected at most its 32 layers"),
+        ({**MODELS["qwen3-30b-a3b"], "decoder_sparse_step": 2}, "layers that differ .* decoder_sparse_step"),
+        ({**llama, "text_config": None}, "text_config is None, expected names and values"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', expected a list"),
+        ({**llama, "model_type": None}, "lacks model_type"),
     ):
         with pytest.raises(NetworkError, match=f"tiny: .*{said}"):
             load_decoder(written(**config))
@@ -169,7 +179,7 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
     assert gemma.text_part and not known.text_part
     rows = load_decoder("gpt-oss-20b").step(2, 1, 4000, "bfloat16", "bfloat16")
     assert [(row["count"], row["pairs"]) for row in rows if row["op"] == "attention"] == [(12, 8002), (12, 256)]
-    kept = [load_decoder("gpt-oss-20b").memory_bytes("fp8", "bfloat16", 2, n, 0) for n in (128, 4096)]
+    kept = [load_decoder("gpt-oss-20b").memory_bytes("fp8", "bfloat16", 2, n, 0)["KV cache"] for n in (128, 4096)]
     assert kept[1] - kept[0] == 2 * 12 * (4096 - 128) * 2 * 8 * 64 * 2  # of every second layer
     with pytest.raises(NetworkError, match="32 heads, 8 heads of keys and 14336 columns cannot be split over 3"):
         known.step(1, 1, 0, "bfloat16", "bfloat16", 3)
