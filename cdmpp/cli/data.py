@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,13 +33,8 @@ def _add_devices(sub: ui.Parser) -> None:
     ui.add(sub, "add", metavar="FILE", help="add the devices of a YAML file permanently")
     ui.add(sub, "measure", action="store_true", help="run micro-benchmarks of this machine (some seconds)")
     ui.add(sub, "out", metavar="FILE", help="with --measure: write the results as a device file")
-    ui.add(
-        sub,
-        "measuring_cores",
-        type=int,
-        metavar="N",
-        help="print the command that starts a Ray node here, measuring on N cores",
-    )
+    node = "print the command that starts a Ray node here, measuring on N cores"
+    ui.add(sub, "measuring_cores", type=int, metavar="N", help=node)
     ui.add(sub, "ray", help="with --measuring-cores: the head to join (default: become one)")
 
 
@@ -143,18 +139,21 @@ def _add_dataset(sub: ui.Parser) -> None:
 
 
 def _dataset(args: ui.Namespace, console: Console, errors: Console) -> Any:
-    """Show what a dataset holds: records, failures, tasks, devices, noise.
+    """Show what a dataset holds: records, failures, tasks, devices, noise; or operators.
 
     cdmpp dataset runs/mine
     cdmpp dataset data --json data.json     all that ship
     """
     from cdmpp.dataset import load_datasets
+    from cdmpp.dataset.operators import operator_folders
 
     def cells(name: str, row: Mapping[str, Any]) -> list[str]:
         counts = [str(row[key]) for key in ("records", "ok", "tasks", "networks")]
         failures = "\n".join(f"{kind} {n}" for kind, n in row["failures"].items() if n) or "-"
         return [name, *counts, failures, ui.percent(row["noise_floor_mape"])]
 
+    if operator_folders(args.paths):
+        return _operators(args, console, errors)
     with errors.status("reading the records"):
         summary = load_datasets(args.paths).summary()
     datasets = summary["datasets"]
@@ -173,18 +172,35 @@ def _dataset(args: ui.Namespace, console: Console, errors: Console) -> Any:
     for row in datasets:
         ui.say(console, f"{row['path']}: origins of programs: {ui.counts_text(row.get('origins', {}))}")
         if row.get("remeasured"):
-            ui.say(
-                console,
-                f"{row['path']}: {row['remeasured']} programs were measured again, "
+            ui.say(console, f"{row['path']}: {row['remeasured']} programs were measured again, "
                 f"their labels differ by {ui.percent(row['remeasured_difference'])} in the median, "
                 f"{ui.percent(row['remeasured_mean'])} in the mean, {ui.percent(row['remeasured_p90'])} in the worst tenth, "
-                f"and {ui.percent(row['remeasured_disturbed'])} in the mean where the core was disturbed",
-            )
+                f"and {ui.percent(row['remeasured_disturbed'])} in the mean where the core was disturbed")  # fmt: skip
         if row.get("disturbed"):
             ui.say(console, f"{row['path']}: {row['disturbed']} labels of a disturbed core neither train nor test")
         if row.get("corrupt_lines"):
             ui.warn(console, f"{row['path']}: {row['corrupt_lines']} damaged lines were skipped")
     return summary
+
+
+def _operators(args: ui.Namespace, console: Console, errors: Console) -> Any:
+    """How many rows datasets of library operators hold, and of what."""
+    from cdmpp.dataset.operators import load_operators, operator_folders
+    from cdmpp.predictor.operators import kinds
+
+    def counts(table: Any) -> dict[str, Any]:
+        table, names = table.assign(kind=kinds(table)), ("device", "kind", "dtype", "framework")
+        return {"rows": len(table), **{f"{name}s": Counter(map(str, table[name])) for name in names}}
+
+    with errors.status("reading operators"):
+        datasets = {str(folder): counts(load_operators(folder)) for folder in operator_folders(args.paths)}
+        total = counts(load_operators(args.paths))
+    shown = datasets if len(datasets) == 1 else {**datasets, "total": total}
+    cells = [(path, *(str(n if name == "rows" else len(n)) for name, n in row.items())) for path, row in shown.items()]
+    ui.show_table(console, "datasets of operators", ("<dataset", *total), cells, total=len(datasets) > 1)
+    for name in list(total)[1:]:
+        ui.say(console, f"{name}: {ui.counts_text(total[name])}")
+    return {"datasets": [{"path": path, **row} for path, row in datasets.items()], "total": total}
 
 
 def _add_import(sub: ui.Parser) -> None:
@@ -208,21 +224,13 @@ def _import(args: ui.Namespace, console: Console, errors: Console) -> Any:
     run = import_neusight if args.source == "neusight" else import_benchmark_hub
     if args.source in SOURCES:
         run = partial(import_operators, args.source)
+    given: Any = {"table": load_table(args.device_files), "limit": args.limit}
     with ui.Bar(errors, "reading") as bar:
-        report = run(
-            args.files,
-            args.out,
-            table=load_table(args.device_files),
-            limit=args.limit,
-            progress=lambda what, done, total: bar.update(done, total, what),
-        )
+        report = run(args.files, args.out, progress=lambda what, done, total: bar.update(done, total, what), **given)
     failures = {status: n for status, n in report.records.items() if status != "ok"}
-    ui.say(
-        console,
-        f"{report.path}: {report.records.get('ok', 0)} labels (failures: {ui.counts_text(failures)}) of "
-        + (f"{report.programs} programs of " if report.programs else "")
-        + f"{report.tasks} {'tasks' if report.programs else 'operators'} on {', '.join(report.devices) or 'no device'}",
-    )
+    labels = f"{report.records.get('ok', 0)} labels (failures: {ui.counts_text(failures)})"
+    of = f"{report.programs} programs of {report.tasks} tasks" if report.programs else f"{report.tasks} operators"
+    ui.say(console, f"{report.path}: {labels} of {of} on {', '.join(report.devices) or 'no device'}")
     if report.graphs:
         ui.say(console, f"{len(report.graphs)} networks as graphs of tasks: {', '.join(report.graphs)}")
     for name, count in report.unknown_operators.items():

@@ -56,9 +56,8 @@ def show_scores(
 def show_noise(console: Console, metrics: Mapping[str, Any]) -> None:
     """What errors are to be compared with, where it is known."""
     if (floor := metrics.get("noise_floor_mape")) is not None:
-        console.print(
-            f"A perfect predictor would score a MAPE of {percent(floor)}: the noise of the labels themselves."
-        )
+        noise = f"A perfect predictor would score a MAPE of {percent(floor)}: the noise of the labels themselves."
+        console.print(noise)
 
 
 def _show_overall(console: Console, where: str, split: str, metrics: Mapping[str, Any]) -> None:
@@ -97,10 +96,10 @@ def _train(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp train --data data runs/mine --out runs/predictor
     cdmpp train --data runs/llm --out runs/operators          of operators that libraries ran
     """
-    from cdmpp.dataset.operators import holds_operators
+    from cdmpp.dataset.operators import operator_folders
     from cdmpp.predictor import evaluate, train
 
-    if args.data and all(map(holds_operators, args.data)):
+    if args.data and operator_folders(args.data):
         return _train_operators(args, console, errors)
     config = _config(args)
     if args.data:  # so that the run's config.yaml says what it was trained on
@@ -127,22 +126,25 @@ def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
         model, left = train(learned, progress=bar.update)
     with_what_was_measured(model, table, learned).save(args.out)
     rows = left_out_errors(left)
-    cells = [
-        (row["kind"], row["dtype"], row["device"], percent(row["median_ape"]), percent(row["mape"]), number(row["n"]))
-        for row in rows
-    ]
-    title = f"{args.out}: the fastest kernels of each device, which was left out"
-    show_table(console, title, ("<operator", "<dtype", "<device", "median", "MAPE", "n"), cells)
+    _show_operators(console, f"{args.out}: the fastest kernels of each device, which was left out", rows)
     return {"predictor": str(args.out), "devices": model.devices, "left_out": rows}
+
+
+def _show_operators(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+    """Errors by kind of operator, data type and device, or of all; and where it is said, whether training had the device."""
+    seen, by = {True: "yes", False: "no", None: "-"}, {"kind": "all", "dtype": "", "device": ""}
+    cells = [
+        (*(row.get(name, every) for name, every in by.items()), seen[row.get("seen_in_training")],
+         percent(row["median_ape"]), percent(row["mape"]), number(row["n"]))
+        for row in rows
+    ]  # fmt: skip
+    show_table(console, title, ("<operator", "<dtype", "<device", "?<in training", "median", "MAPE", "n"), cells)
 
 
 def _add_finetune(sub: Parser) -> None:
     add(sub, "predictor", default="default", help="predictor to start from (default: the one that ships)")
-    add(
-        sub,
-        "data",
-        help="records of D and of other devices, or operators timed by cdmpp measure (none: list K operators to time)",
-    )
+    records = "records of D and of other devices, or operators timed by cdmpp measure (none: list K operators to time)"
+    add(sub, "data", help=records)
     add(sub, "device", required=True)
     add(sub, "tasks", metavar="K|FILE", help="number of tasks to choose, or a file of them (default: all of D's)")
     chosen = "how K tasks are chosen (default: kmeans; for operators variance, the most informative)"
@@ -157,14 +159,14 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     cdmpp finetune --data data --device t4 --tasks 20 --out runs/t4    what to profile
     cdmpp finetune --device h200 --tasks 30 --out h200.csv             operators to measure
     """
-    from cdmpp.dataset.operators import holds_operators
+    from cdmpp.dataset.operators import operator_folders
     from cdmpp.predictor import evaluate, finetune
     from cdmpp.predictor.predictor import load_predictor
     from cdmpp.profiler.session import read_task_file
 
     if not args.data:
         return _list_operators(args, console)
-    if all(map(holds_operators, args.data)):
+    if operator_folders(args.data):
         return _teach_operators(args, console)
     tasks = args.tasks
     if tasks is not None:
@@ -179,12 +181,9 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
         "next_command": result.next_command,
     }
     if result.predictor is None:
-        say(
-            console,
-            f"There are no records of {args.device} yet. Measure the {len(result.selection.wanted)} tasks\n"
+        say(console, f"There are no records of {args.device} yet. Measure the {len(result.selection.wanted)} tasks\n"
             f"chosen, which {result.task_file} names, and finetune again with DIR beside --data:\n"
-            f"{result.next_command}",
-        )
+            f"{result.next_command}")  # fmt: skip
         return summary
     chosen = f"{len(result.selection.tasks)} tasks of {args.device}"
     about = result.predictor.training["finetuned"]
@@ -228,8 +227,11 @@ def _teach_operators(args: Namespace, console: Console) -> Any:
     from cdmpp.predictor.measurements import teach
     from cdmpp.predictor.operators import load_operator_model
 
-    device = get_device(args.device)
-    model, fit = teach(load_operator_model(args.predictor, device.kind), load_operators(args.data), device)
+    device, n = get_device(args.device), args.tasks
+    if not (n or "1").isdigit() or (args.select and not n):
+        raise CdmppError("with operators --select says how --tasks K chooses some of them: expected a number K")
+    choice = {"n": int(n), "select": args.select or "variance", "seed": args.seed} if n else {}
+    model, fit = teach(load_operator_model(args.predictor, device.kind), load_operators(args.data), device, **choice)
     model.save(args.out)
     found = {"predictor": args.out, "operators": len(fit.left), "before": fit.before, "corrected": fit.error}
     say(console, f"{args.out}: learned from {len(fit.left)} operators of {device.name}: MAPE of operators left out "
@@ -241,37 +243,54 @@ def _add_evaluate(sub: Parser) -> None:
     add(sub, "predictor", default="default")
     add(sub, "data", required=True)
     add(sub, "split", help="by_network, by_task:seed=1, ..., or all (default: that of training)")
-    add(sub, "part", choices=("train", "valid", "test"), default="test", help="part of the split")
-    compiled = "use the instruction counts of the compiled programs (cdmpp codegen)"
-    add(sub, "compiled", action="store_true", help=compiled)
+    add(sub, "part", choices=("train", "valid", "test"), help="part of the split (default: test)")
+    add(sub, "compiled", action="store_true", help="use the instruction counts of compiled programs (cdmpp codegen)")
     measured = "use the latencies of the same programs on the other devices of the data"
     add(sub, "measured", action="store_true", help=measured)
-    groupings = "group errors by any of device, network, task, family, origin"
-    add(sub, "by", default="device,network", metavar="G,G", help=groupings)
+    groupings = "group errors by any of device, network, task, family, origin (default: device,network)"
+    add(sub, "by", metavar="G,G", help=groupings)
 
 
 def _evaluate(args: Namespace, console: Console, errors: Console) -> Any:
-    """Compare a predictor with measured labels.
+    """Compare a predictor with measured labels, of programs or of library operators.
 
     cdmpp evaluate --data data/epyc-zen4-1core --by network
     cdmpp evaluate --predictor runs/predictor --data runs/mine --split all --compiled
     """
+    from cdmpp.dataset.operators import operator_folders
     from cdmpp.predictor import evaluate, gather
     from cdmpp.predictor.predictor import load_predictor
 
-    predictor = load_predictor(args.predictor)
-    by = [g for g in args.by.split(",") if g]
+    if operator_folders(args.data):
+        return _evaluate_operators(args, console, errors)
+    predictor, part = load_predictor(args.predictor), args.part or "test"
+    by = [g for g in ("device,network" if args.by is None else args.by).split(",") if g]
     with Bar(errors, "reading ASTs") as bar:
         data = gather(args.data, progress=bar.update)
     with errors.status("predicting"):
-        result = evaluate(predictor, data, args.split, by, args.part, args.compiled, args.measured)
-    _show_overall(console, f"{args.part} part of ", result["split"], result["overall"])
+        result = evaluate(predictor, data, args.split, by, part, args.compiled, args.measured)
+    _show_overall(console, f"{part} part of ", result["split"], result["overall"])
     if args.compiled:
         say(console, f"{result['n_compiled']} of them with their instructions")
     if args.measured:
         say(console, f"{result['n_measured']} of them with what they took elsewhere")
     for grouping, rows in result["groups"].items():
         show_scores(console, f"by {grouping}", grouping, rows)
+    return result
+
+
+def _evaluate_operators(args: Namespace, console: Console, errors: Console) -> Any:
+    """Errors of the model of library operators, and whether they are of devices that it was trained on."""
+    from cdmpp.dataset.operators import load_operators
+    from cdmpp.predictor.operators import evaluate_operators
+
+    of_programs = ("split", "part", "compiled", "measured", "by")
+    if given := [f"--{name}" for name in of_programs if getattr(args, name)]:
+        raise CdmppError(f"{', '.join(given)}: of programs alone; errors of operators are by device, kind and dtype")
+    with errors.status("predicting operators"):
+        result = evaluate_operators(load_operators(args.data), args.predictor)
+    rows = [*result["groups"], *result["overall"]]
+    _show_operators(console, "the fastest kernels (errors on devices in training are no test)", rows)
     return result
 
 
@@ -337,28 +356,23 @@ def _search(args: Namespace, console: Console, errors: Console) -> Any:
 
 def show_search(console: Console, summary: Mapping[str, Any]) -> None:
     """The best trials of a search and what became of the others."""
+
+    def text(value: Any) -> str:
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
     lines = summary["trials"]
     complete = sorted((line for line in lines if line["state"] == "complete"), key=lambda line: line["value"])
     rows = [
-        (
-            str(line["trial"]),
-            _trial_mape(line),
-            f"{line['seconds']:.0f} s",
-            "  ".join(
-                f"{name}={value:.3g}" if isinstance(value, float) else f"{name}={value}"
-                for name, value in line["values"].items()
-            ),
-        )
+        (str(line["trial"]), _trial_mape(line), f"{line['seconds']:.0f} s",
+         "  ".join(f"{name}={text(value)}" for name, value in line["values"].items()))
         for line in complete[:_TRIALS]
-    ]
+    ]  # fmt: skip
     title = f"{summary['model']}, {summary['split']}: validation MAPE of the best trials"
     show_table(console, title, ("trial", "MAPE", "time", "<values"), rows)
-    counts = {state: sum(line["state"] == state for line in lines) for state in _STATES}
-    console.print(
-        f"{len(lines)} trials in {summary['seconds']:.0f} s: "
-        + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
-        + f"; {summary['n_train']} records trained, {summary['n_valid']} judged, the test part was not looked at."
-    )
+    counts = Counter(line["state"] for line in lines)
+    states = ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])
+    parts = f"{summary['n_train']} records trained, {summary['n_valid']} judged, the test part was not looked at."
+    console.print(f"{len(lines)} trials in {summary['seconds']:.0f} s: {states}; {parts}")
 
 
 def _trial_mape(line: Mapping[str, Any]) -> str:

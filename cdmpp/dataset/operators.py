@@ -52,8 +52,8 @@ def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = 
 
 def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """The operators of dataset folders, or of folders with such folders, in one table. DatasetError: none can be read."""
-    given = [folders] if isinstance(folders, str | Path) else folders
-    files = [file for folder in map(Path, given) for file in _files(folder)]
+    given = [folders] if isinstance(folders, str | Path) else list(folders)
+    files = [folder / OPERATOR_FILE for folder in operator_folders(given)]
     if not files:
         raise DatasetError(f"{', '.join(map(str, given))}: no {OPERATOR_FILE} in it")
     tables = []
@@ -72,11 +72,14 @@ def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         return operator_table(united.assign(framework=united["framework"].fillna("")))
 
 
-def holds_operators(folder: str | Path) -> bool:
-    """Whether a folder is a dataset of operators or directly contains one."""
-    return bool(_files(Path(folder)))
-
-
-def _files(folder: Path) -> list[Path]:
-    own = folder / OPERATOR_FILE
-    return [own] if own.is_file() else sorted(folder.glob(f"*/{OPERATOR_FILE}"))
+def operator_folders(paths: Iterable[str | Path]) -> list[Path]:
+    """The datasets of operators that folders are or directly contain. DatasetError: others are there, too."""
+    found, others = list[Path](), list[Path]()
+    for folder in map(Path, paths):
+        below = sorted(file.parent for file in folder.glob(f"*/{OPERATOR_FILE}"))
+        own = [folder] if (folder / OPERATOR_FILE).is_file() else below
+        others += [meta.parent for meta in folder.glob(f"*/{META_FILE}") if meta.parent not in own] if own else [folder]
+        found += own
+    if found and others:
+        raise DatasetError(f"{found[0]} holds operators, {others[0]} does not: expected datasets of one kind")
+    return list(dict.fromkeys(found))

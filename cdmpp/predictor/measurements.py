@@ -9,7 +9,7 @@ Cohn, Neural Networks 1996), with all kinds of operators weighing the same.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -54,10 +54,9 @@ def choose(
 ) -> NDArray[np.int64]:
     """Rows of ``n`` operators to measure (all if there are fewer), given their :meth:`OperatorModel.traits`. With ``variance``
     the most informative come first. PredictorError: ``n`` below 1, or an unknown ``select``."""
-    if n < 1 or select not in get_args(Select):
-        raise PredictorError(
-            f"cannot choose {n} operators by {select}: expected 1 or more by {', '.join(get_args(Select))}"
-        )
+    ways = get_args(Select)
+    if n < 1 or select not in ways:
+        raise PredictorError(f"cannot choose {n} operators by {select}: expected 1 or more by {', '.join(ways)}")
     order = np.random.default_rng(seed).permutation(len(kinds))[:_POOL]
     if select == "random" or len(order) <= n:
         return order[:n]
@@ -88,11 +87,13 @@ def fit_errors(kinds: FloatArray, numbers: FloatArray, errors: FloatArray, seed:
     return fit_correction(errors, [str(i) for i in range(len(errors))], kinds, numbers, seed)
 
 
-def teach(model: OperatorModel, table: pd.DataFrame, device: Device) -> tuple[OperatorModel, Fit]:
+def teach(model: OperatorModel, table: pd.DataFrame, device: Device, **choice: Any) -> tuple[OperatorModel, Fit]:
     """The model corrected by the labels (``seconds``) of one device; of several labels of an operator the fastest counts
-    (PredictorError: there are none)."""
+    (PredictorError: there are none). With arguments of :func:`choose` it learns from the operators chosen alone."""
     table = table[(table["device"] == device.name).to_numpy()]
     table = table.sort_values("seconds").drop_duplicates([*COLUMNS])
+    if choice and len(table):
+        table = table.iloc[choose(*model.traits(table, device), **choice)]
     base = replace(model, corrections={n: c for n, c in model.corrections.items() if n != device.name})
     errors = np.log(table["seconds"].to_numpy(dtype=np.float64) / base.predict(table, device))
     if not len(errors):
@@ -101,6 +102,5 @@ def teach(model: OperatorModel, table: pd.DataFrame, device: Device) -> tuple[Op
     corrections = base.corrections if fit.correction is None else {**base.corrections, device.name: fit.correction}
     left = dict(model.left)
     if len(fit.left) >= _LEAST_FOR_ERRORS:
-        low, middle, high = np.quantile(fit.left, [0.05, 0.5, 0.95])
-        left[device.name] = Errors(float(low), float(middle), float(high), len(fit.left))
+        left[device.name] = Errors(*[*np.quantile(fit.left, [0.05, 0.5, 0.95]).tolist(), len(fit.left)])
     return replace(base, corrections=corrections, left=left), fit

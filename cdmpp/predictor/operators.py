@@ -618,12 +618,32 @@ def with_what_was_measured(
     return replace(model, solvers=solvers, measured=kept)
 
 
-def left_out_errors(left: pd.DataFrame) -> list[dict[str, Any]]:
-    """Errors in the second result of :func:`train` on the fastest kernels by kind, data type and device, as fractions."""
+def left_out_errors(
+    left: pd.DataFrame, by: Sequence[str] = ("kind", "dtype", "device"), predicted: str = "left_out_s"
+) -> list[dict[str, Any]]:
+    """Errors in the second result of :func:`train` on the fastest kernels by kind, data type and device, as fractions; or in
+    another column ``predicted``, by other columns."""
     best = left[left["framework"] == BEST]
-    error = (best["left_out_s"] / best["seconds"] - 1).abs().rename("error")
-    groups = error.groupby([pd.Series(kinds(best), best.index, name="kind"), best["dtype"], best["device"]])
+    best = best.assign(kind=kinds(best), error=(best[predicted] / best["seconds"] - 1).abs())
+    groups = best.groupby(list(by), observed=True)["error"]
     return groups.agg(median_ape="median", mape="mean", n="size").reset_index().to_dict("records")
+
+
+def evaluate_operators(table: pd.DataFrame, predictor: str | Path = "default") -> dict[str, Any]:
+    """Errors on the fastest kernel of every operator and device of a table (:func:`training_table`), by the model that
+    :func:`load_operator_model` finds for the kind of the device; the result is the content of ``cdmpp evaluate --json``.
+    ``seen_in_training`` says of a device that the model learned from labels of it. PredictorError: nothing can be scored."""
+    parts, by = [], ("device", "kind", "dtype", "seen_in_training")
+    for name, own in table.groupby("device"):
+        device = get_device(str(name))
+        model, learned = load_operator_model(predictor, device.kind), training_table(own, len(own))
+        best = learned[learned["framework"] == BEST]
+        seen = bool(model.measured_on(device)) or device.name in model.corrections
+        parts.append(best.assign(predicted_s=model.predict(best, device), seen_in_training=seen))
+    if not any(map(len, parts)):
+        raise PredictorError("no operator can be scored: the fastest kernel of none is known")
+    overall, groups = (left_out_errors(pd.concat(parts), columns, "predicted_s") for columns in (by[3:], by))
+    return {"overall": overall, "groups": groups}
 
 
 def _fitted(table: pd.DataFrame, members: int, epochs: int, seed: int) -> OperatorModel:

@@ -393,3 +393,26 @@ def test_from_a_list_to_a_corrected_latency_and_its_picture(tmp_path: Path, comm
     assert qkv["nearest"].startswith("gemm ") and qkv["far"] > 0
     text = page.read_text()
     assert "data:image/png;base64" in text and "nearest measured" in text and "matrix or FMA units" in text
+
+
+def test_folders_of_operators_are_counted_scored_and_chosen_from(tmp_path: Path, command: Command) -> None:
+    data = tmp_path / "data"
+    table = labels(dict.fromkeys(["h200", "h100-pcie", "epyc-zen4-2.6ghz@1"], 1.0), 40)
+    table["framework"] = table["framework"].mask(table["device"].str.startswith("epyc"), "torch")
+    for name, own in table.groupby("device"):
+        model = load_operator_model(kind=get_device(str(name)).kind)
+        write_operators(data / str(name), own.assign(seconds=2 * model.predict(own, str(name))))
+    found = command.json("dataset", data)
+    assert len(found["datasets"]) == 3 and found["total"]["rows"] == 120
+    assert found["total"]["devices"]["h200"] == 40 and found["total"]["frameworks"] == {"vllm": 80, "torch": 40}
+    scores = command.json("evaluate", "--data", data)
+    assert {row["device"]: row["seen_in_training"] for row in scores["groups"]} == {
+        "h200": True, "h100-pcie": False, "epyc-zen4-2.6ghz@1": True,
+    }  # fmt: skip
+    assert [row["n"] for row in scores["overall"]] == [40, 80] and "in training" in command.out
+    assert [row["mape"] for row in scores["overall"]] == pytest.approx([0.5, 0.5], abs=1e-4)
+    assert "--part, --by: of programs" in command.error("evaluate", "--data", data, "--part", "test", "--by", "task")
+    assert "does not: expected datasets of one kind" in command.error("dataset", data, tmp_path)
+    teach_h200 = ["finetune", "--data", data, "--device", "h200", "--out", tmp_path / "taught"]
+    assert command.json(*teach_h200, "--tasks", "30", "--select", "random")["operators"] == 30
+    assert "expected a number K" in command.error(*teach_h200, "--select", "random")
