@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.device.spec import ASSUMED_SIMD_PIPES, ISAS, Device
-from cdmpp.errors import UnknownDeviceError, raised_as, reason
+from cdmpp.errors import UnknownDeviceError, raised_as
 from cdmpp.files import read_yaml, shipped_table, write_text
 
 #: Environment variable: a folder whose ``proc`` and ``sys`` describe this machine in place of the real ones (for tests, and for
@@ -33,9 +33,7 @@ _LEVELS: dict[str, set[str]] = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
 }
 
-_BRANDS = (
-    "xeon", "epyc", "ryzen", "threadripper", "core", "pentium", "celeron", "atom", "altra", "graviton",
-)  # fmt: skip
+_BRANDS = ("xeon", "epyc", "ryzen", "threadripper", "core", "pentium", "celeron", "atom", "altra", "graviton")
 
 
 def _core(arch: str) -> dict[str, Any]:
@@ -200,9 +198,7 @@ def _usable_mcpu(arch: str, wanted: str, flags: frozenset[str]) -> str:
 def _arm_simd(arch: str, flags: frozenset[str]) -> tuple[int | None, bool | None]:
     if "sve" in flags:
         return _core(arch).get("sve_bits"), True
-    if "asimd" in flags:
-        return 128, True
-    return None, None
+    return (128, True) if "asimd" in flags else (None, None)
 
 
 def _nominal_mhz(facts: CpuFacts) -> float | None:
@@ -356,7 +352,8 @@ class DeviceTable:
         return row.used(share, isa, self._cores_here if key.startswith(THIS_CPU) else None)
 
     def _suggest(self, key: str) -> str:
-        near = difflib.get_close_matches(key, list(self._keys), n=6, cutoff=0.5)
+        whole = [known for known in self._keys if len(key) > 2 and _joined(key) and _joined(key) in _joined(known)]
+        near = whole[:6] + difflib.get_close_matches(key, list(self._keys), n=6, cutoff=0.5)
         names = list(dict.fromkeys(THIS_CPU if k == THIS_CPU else self._keys[k] for k in near))[:3]
         return f"; did you mean {' or '.join(names)}?" if names else ""
 
@@ -578,10 +575,8 @@ def write_device_file(rows: Sequence[Device], path: str | Path) -> None:
         values = {**asdict(row), "source": "; ".join(row.sources), "aliases": list(row.aliases)}
         given = {name: values[name] for name in row_fields()}
         content.append({name: value for name, value in given.items() if value not in (None, "", [], {})})
-    try:
+    with raised_as(UnknownDeviceError, f"cannot write {path}"):
         write_text(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    except OSError as error:
-        raise UnknownDeviceError(f"cannot write {path}: {reason(error)}") from error
 
 
 def get_device(name: str | Device, table: DeviceTable | None = None) -> Device:

@@ -159,8 +159,9 @@ class OperatorModel:
         estimate, logs = self.parts(table, resolved, framework)
         measured = self.measured_on(resolved)
         parts = np.array([1.0 if kind in measured else self.trust.get(kind, 0.0) for kind in kinds(table)])
-        # no correction of fp8 without a unit for it: it does not behave like int8, which was measured
-        lacking = [d for d in set(table["dtype"]) if d.startswith("fp8") and without_unit(resolved, d)]
+        # no correction of a narrow type that runs in another, unless it was measured so: fp8 does not behave like int8
+        own = () if self.measured is None else self.measured["dtype"][self.measured["device"] == resolved.name]
+        lacking = [dtype for dtype in _NARROW if dtype not in set(own) and without_unit(resolved, dtype)]
         parts[table["dtype"].isin(lacking)] = 0.0
         logs = logs * parts
         if (taught := self.corrections.get(resolved.name)) is not None:

@@ -379,7 +379,8 @@ class Predictor:
         if found.kind != "cpu":
             return found
         never = [name for name, highest in zip(DEVICE_FEATURES, self._cpu_range[1], strict=True) if np.isnan(highest)]
-        return replace(found, **dict.fromkeys(_FACTS.intersection(never)))
+        unlearned: dict[str, Any] = dict.fromkeys(_FACTS.intersection(never))
+        return replace(found, **unlearned)
 
     def device_vector(self, device: str | Device) -> NDArray[np.float64]:
         """Raw features of a device: those of training for the name of a training device, else those of its specification, where

@@ -32,7 +32,7 @@ from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.engine import SamplingPlan, label, split_half_difference
 from cdmpp.program.aten import Call, arguments_of, calls_of, table_of
 from cdmpp.program.network import load_network
-from cdmpp.program.operators import GATES, SIZES, operator_table, runs_in_torch, work
+from cdmpp.program.operators import GATES, SIZES, operator_table, read_csv, runs_in_torch, work
 
 if TYPE_CHECKING:
     from cdmpp.program.network import Network
@@ -109,7 +109,7 @@ def measure_operators(
     import torch
 
     with raised_as(DatasetError, f"cannot read operators from {path}"):
-        table = operator_table(pd.read_csv(path))
+        table = operator_table(read_csv(path))
     here = None if device is None else get_device(device)
     on_cpu = here is not None and (clock is not None or here.base == get_device("this-cpu").base)
     if here is None or not on_cpu:

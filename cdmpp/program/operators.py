@@ -5,6 +5,7 @@ A table is a DataFrame with the columns of :data:`COLUMNS`; sizes that an operat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataF
     ProgramError, naming the row, if an operator is unknown or a size that it needs is missing, negative or not a number."""
     table = pd.DataFrame(rows if isinstance(rows, pd.DataFrame) else list(rows))
     places = table.index if table.index.dtype.kind == "i" else pd.RangeIndex(len(table))
-    number, table = places + 1, table.reset_index(drop=True)
+    table = table.set_axis(places)
     for name in ("op", "dtype"):
         if name not in table:
             raise ProgramError(f"operators without {name}: expected the columns op, dtype and sizes")
@@ -134,25 +135,30 @@ def operator_table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame) -> pd.DataF
         given = table[name]
         numbers = pd.to_numeric(given, errors="coerce").astype(np.float64)
         wrong = given.notna() & (given.astype(str).str.strip() != "") & ~numbers.between(0, _LARGEST)
-        if wrong.any():
-            at = int(np.flatnonzero(wrong)[0])
-            raise ProgramError(f"row {number[at]}: {name} is {given[at]}, expected a number from 0 to {_LARGEST:g}")
+        refuse(table, name, wrong, f"a number from 0 to {_LARGEST:g}")
         table[name] = numbers.fillna(_DEFAULTS.get(name, np.nan))
     table = table.assign(**{name: _DEFAULTS.get(name, np.nan) for name in SIZES if name not in table})
-    unknown = sorted(set(table["op"].astype(str)) - set(OPERATORS))
-    if unknown:
-        raise ProgramError(f"unknown operators {', '.join(unknown)}; there are {', '.join(OPERATORS)}")
+    refuse(table, "op", ~table["op"].isin(OPERATORS), f"one of {', '.join(OPERATORS)}")
     for op in table["op"].unique():
-        mine = table.loc[table["op"] == op, list(needed := OPERATORS[op])]
-        lacking = mine.isna() | (mine <= 0)
-        if lacking.to_numpy().any():
-            at, name = next((at, name) for at, row in lacking.iterrows() for name in needed if row[name])
-            raise ProgramError(f"row {number[at]}: {op} needs {name}, a number above 0")
-    table["dtype"] = table["dtype"].astype(str).map(dtype_name)
+        for name in OPERATORS[op]:
+            if len(lacking := table.index[(table["op"] == op) & ~(table[name] > 0)]):
+                raise ProgramError(f"row {lacking[0] + 1}: {op} needs {name}, a number above 0")
+    table["dtype"] = table["dtype"].astype(str)
     kv = table["kv_dtype"] if "kv_dtype" in table else pd.Series(None, index=table.index)
-    known = kv.notna() & (kv.astype(str) != "")
-    table["kv_dtype"] = table["dtype"].where(~known, kv.where(known).map(dtype_name, na_action="ignore"))
-    return table
+    table["kv_dtype"] = kv.astype(str).where(kv.notna() & (kv.astype(str) != ""), table["dtype"])
+    for name in ("dtype", "kv_dtype"):
+        names: dict[Any, str] = {}
+        for text, rows in table.groupby(name).indices.items():
+            with raised_as(ProgramError, f"row {table.index[rows[0]] + 1}, {name}", ProgramError):
+                names[text] = dtype_name(str(text))
+        table[name] = table[name].map(names)
+    return table.reset_index(drop=True)
+
+
+def refuse(table: pd.DataFrame, name: str, wrong: Any, expected: str) -> None:
+    """Raise ProgramError, which names the first of the wrong rows by its index (from 1) and what its column holds, if any."""
+    if len(at := np.flatnonzero(wrong)):
+        raise ProgramError(f"row {table.index[at[0]] + 1}: {name} is {table[name].iloc[at[0]]}, expected {expected}")
 
 
 def attention(
@@ -266,6 +272,19 @@ def used_weights(weights: FloatArray, rows: FloatArray) -> FloatArray:
 _NARROW = ("gemm", "grouped_gemm", "conv", "quantize")
 
 
+def read_csv(path: str | Path, **options: Any) -> pd.DataFrame:
+    """The table of a CSV file; blanks around the names of columns and a comma at the end of rows do not count (OSError;
+    ValueError: a row has more fields than the header, or is malformed)."""
+    table = pd.read_csv(path, **options).rename(columns=str.strip)
+    if not isinstance(table.index, pd.RangeIndex):  # rows are longer than the header: the first fields became an index
+        cells, columns = table.reset_index(), table.columns
+        more = cells.iloc[:, len(columns) :].notna().any(axis=1).to_numpy()
+        if more.any():
+            raise ValueError(f"row {more.argmax() + 1} has more fields than the {len(columns)} of the header")
+        table = cells.iloc[:, : len(columns)].set_axis(columns, axis=1)
+    return table
+
+
 def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
     """Read the operators of a ``.parquet`` or ``.csv`` file, one per row. Rows without a data type get ``dtype``, but those
     that no engine runs in fewer than 16 bits get bfloat16.
@@ -276,7 +295,7 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
     false. Raises ProgramError if the file cannot be read, has no ``op`` or no row, or a row (it names it) has invalid sizes."""
     path = Path(path)
     with raised_as(ProgramError, f"cannot read operators from {path}", ImportError, NotImplementedError):
-        table = pd.read_csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
+        table = read_csv(path) if path.suffix.lower() == ".csv" else pd.read_parquet(path)
         listed = table.to_dict("records")
     if "op" not in table:
         raise ProgramError(f"{path} has no column op: expected one row an operator")
@@ -288,10 +307,8 @@ def read_operators(path: str | Path, dtype: str) -> pd.DataFrame:
             rows.append(_listed(row, dtype))
     table = pd.DataFrame(rows)
     known = table["known"].to_numpy(dtype=bool)
-    try:
+    with raised_as(ProgramError, str(path), ProgramError):
         whole = operator_table(table[known])
-    except ProgramError as err:
-        raise ProgramError(f"{path}, {err}") from err
     return pd.concat([whole.set_axis(table.index[known]), table[~known]]).sort_index()
 
 
@@ -301,6 +318,11 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     op = str(given.get("op", "")).strip().lower()
     if op not in _NARROW and ELEMENT_BYTES[dtype] < 2:
         dtype = "bfloat16"
+    if re.fullmatch(r"[-+.\d]*(e[-+]?\d+)?", op):  # a number, or nothing
+        raise ProgramError(f"op is {op!r}, expected the name of an operator")
+    for name in given.keys() & set(SIZES):
+        if isinstance(given[name], float) and given[name] % 1 > 0:
+            raise ProgramError(f"{name} is {given[name]}, expected a whole number")
     count = given.get("count", 1)
     if isinstance(count, str) or not np.isfinite(count) or count < 0:
         raise ProgramError(f"count is {count}, expected a number, 0 or more")
@@ -335,11 +357,11 @@ def operator_text(row: Mapping[str, Any]) -> str:
 def _lengths(value: Any, name: str) -> list[int]:
     if value is None:
         raise ProgramError(f"attention needs {name}, one entry a sequence")
-    parts = value.replace(",", " ").split() if isinstance(value, str) else np.atleast_1d(value)
-    try:
-        return [int(part) for part in parts]
-    except ValueError as err:
-        raise ProgramError(f"{name} is {value!r}, expected whole numbers") from err
+    parts = re.findall(r"[^][,\s]+", value) if isinstance(value, str) else np.atleast_1d(value)
+    with raised_as(ProgramError, f"{name} is {value!r}, expected whole numbers"):
+        if not all(float(part).is_integer() for part in parts):
+            raise ValueError("not all are whole")
+        return [int(float(part)) for part in parts]
 
 
 def _whole(given: Mapping[str, Any], name: str) -> int:

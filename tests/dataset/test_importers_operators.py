@@ -16,8 +16,6 @@ from cdmpp.program.operators import work
 
 ROWS = read_yaml(Path(__file__).with_name("rows.yaml"))["operators"]
 GEMM, ATTENTION, CONV, NEUSIGHT, MOE, COLLECTIVE = ROWS.values()
-
-
 DECODE = {**ATTENTION, "op": "attention_generation", "seq": 1}
 
 
@@ -57,6 +55,11 @@ def test_convolutions_experts_and_collectives_keep_their_conventions(tmp_path: P
     ("aiconfigurator", {**GEMM, "m": 8e3, "n": 8e3, "k": 8e3, "seconds": 1e-4}, "row 2: gemm in 0.0001 s .* faster"),
     ("aiconfigurator", {**DECODE, "batch": 512, "past": 65536, "seconds": 1e-3}, "row 2: attention in 0.001 s .* faster"),
     ("aiconfigurator", {**GEMM, "seconds": 0.0}, "row 2: seconds is 0.0"),
+    ("aiconfigurator", {**GEMM, "m": 1, "n": 8, "k": 8, "seconds": 2e-7}, "row 2: gemm in 2e-07 s .* faster"),
+    ("aiconfigurator", {**GEMM, "m": -1}, "file.parquet: row 2: m is -1"),
+    ("pipeweave", {**COLLECTIVE, "bytes_per_rank": 10**9, "seconds": 1e-3}, "row 2: all_reduce in 0.001 s .* faster"),
+    ("miopen", {**CONV, "direction": "sideways"}, "row 2: direction is sideways, expected one of forward"),
+    ("miopen", {**CONV, "pad_h": 1, "oh": 5}, r"row 2: oh is 5, expected \(h \+ 2 pad_h"),
     ("miopen", GEMM, "no file of miopen: it has no column solver"),
     ("miopen", {name: value for name, value in CONV.items() if name != "kh"}, "kh"),
 ])  # fmt: skip

@@ -65,7 +65,10 @@ def test_work_of_convolutions_is_that_of_their_direction() -> None:
         ({"op": "gemm", "m": 4, "n": 4}, "row 2: gemm needs k"),
         ({"op": "gemm", "m": -4, "n": 4, "k": 1}, "row 2: m is -4"),
         ({"op": "gemm", "m": "many", "n": 4, "k": 1}, "row 2: m is many"),
-        ({"op": "gemm", "m": 1, "n": 4, "k": 1, "dtype": "bf17"}, "unknown data type 'bf17'"),
+        ({"op": "gemm", "m": 0.5, "n": 4, "k": 1}, "row 2: m is 0.5, expected a whole number"),
+        ({"op": "gemm", "m": 1, "n": 4, "k": 1, "dtype": "bf17"}, "row 2, dtype: unknown data type 'bf17'"),
+        ({"op": "7"}, "row 2: op is '7', expected the name"), ({"op": ""}, "row 2: op is '', expected the name"),
+        ({"op": "attention", "heads": 4, "kv_heads": 4, "head_dim": 8, "q_lengths": "1.5"}, "row 2: q_lengths is 1.5"),
         ({"op": "attention", "heads": 4, "kv_heads": 3, "head_dim": 8, "q_lengths": "1", "kv_lengths": "9"}, "multiple of 3"),
         ({"op": "attention", "heads": 4, "kv_heads": 4, "head_dim": 8, "q_lengths": "5", "kv_lengths": "4"}, "4 keys for 5"),
         ({"op": "attention", "heads": 4, "kv_heads": 4, "head_dim": 8, "q_lengths": "5"}, "needs kv_lengths"),
@@ -76,9 +79,10 @@ def test_a_wrong_row_is_named(row: dict[str, Any], message: str, tmp_path: Path)
     pd.DataFrame([{"op": "rmsnorm", "m": 1, "n": 8}, row]).to_csv(path, index=False)
     with pytest.raises(ProgramError, match=message):
         read_operators(path, "bfloat16")
-    path.write_text("op,m,n,k\n")
-    with pytest.raises(ProgramError, match="lists no operator"):
-        read_operators(path, "bfloat16")
+    for rows, said in ("", "lists no operator"), ("gemm,8,64,32,\n,,,,5\n", "row 2 has more fields than the 4"):
+        path.write_text(f"op,m,n,k\n{rows}")
+        with pytest.raises(ProgramError, match=said):
+            read_operators(path, "bfloat16")
 
 
 def test_lists_of_operators_keep_what_is_unknown(tmp_path: Path) -> None:
@@ -91,6 +95,13 @@ def test_lists_of_operators_keep_what_is_unknown(tmp_path: Path) -> None:
     assert found["known"].tolist() == [True, False, True]
     assert found["dtype"].tolist() == ["bfloat16", "bfloat16", "fp8"], "only products are narrow"
     assert found.loc[0, ["tokens", "kv_tokens", "pairs", "count"]].tolist() == [3, 14, 4 + 5 + 9, 3]
+
+
+def test_files_may_have_blanks_brackets_and_commas_at_the_end_of_rows(tmp_path: Path) -> None:
+    path, header = tmp_path / "step.csv", "op, m,n,k,heads, kv_heads,head_dim,q_lengths,kv_lengths\n"
+    path.write_text(header + ' gemm,8,64,32,,,,,,\nattention,,,,4,4,8,"[2, 1]",[5 9],\nattention,,,,4,4,8,2 1,"5,9"\n')
+    found = read_operators(path, "bfloat16")[["m", "k", "tokens", "kv_tokens"]]
+    assert found.fillna(0).to_numpy().tolist() == [[8, 32, 0, 0], [0, 0, 3, 14], [0, 0, 3, 14]]
 
 
 @pytest.mark.parametrize(("name", "billions"), [

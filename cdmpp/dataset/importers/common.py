@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from cdmpp.dataset.record import META_FILE, Record
 from cdmpp.dataset.store import write_dataset
 from cdmpp.device import Device, DeviceTable, load_table
-from cdmpp.errors import DatasetError, UnknownDeviceError
+from cdmpp.errors import DatasetError, UnknownDeviceError, raised_as
+from cdmpp.program.operators import read_csv
 from cdmpp.program.types import Program, Space, Task
 
 #: Path of one file, or paths of several.
@@ -30,7 +31,7 @@ _LOWEST = 0.25
 #: A latency above this many times (bound + launch time) cannot be right either. The highest of NeuSight's rows is at 26.
 _HIGHEST = 250.0
 #: Minimum and maximum seconds that it takes to launch a kernel and time it.
-_SHORTEST_S, _LAUNCH_S = 5e-7, 5e-5
+SHORTEST_S, _LAUNCH_S = 5e-7, 5e-5
 #: Peak rates that may apply to float32 operands.
 _FLOAT32_PEAKS = ("float32", "float32_matrix", "tfloat32_matrix")
 
@@ -97,13 +98,9 @@ class Import:
 
 
 def _read_table(path: Path) -> pd.DataFrame:
-    try:
-        if path.suffix == ".csv":
-            # keep "inf", short for inference, from being read as infinity
-            return pd.read_csv(path, dtype={"mode": str, "option": str})
-        return pd.read_parquet(path)
-    except (OSError, ValueError, ImportError) as err:
-        raise DatasetError(f"cannot read {path}: {' '.join(str(err).split())[:200]}") from err
+    text = dict.fromkeys(("mode", "option"), str)  # keep "inf", short for inference, from being read as infinity
+    with raised_as(DatasetError, f"cannot read {path}", ImportError):
+        return read_csv(path, dtype=text) if path.suffix == ".csv" else pd.read_parquet(path)
 
 
 def require_columns(frame: pd.DataFrame, columns: Iterable[str], path: Path) -> None:
@@ -155,7 +152,7 @@ def refuse_implausible(
     if device.bandwidth_gb_s:
         cached = 1024 * max(device.l2_kb or 0.0, device.l3_kb or 0.0)
         bound = np.maximum(bound, np.maximum(n_bytes - cached, 0.0) / (1e9 * device.bandwidth_gb_s))
-    low = latency_s / np.maximum(bound * _LOWEST, _SHORTEST_S)
+    low = latency_s / np.maximum(bound * _LOWEST, SHORTEST_S)
     high = np.where(slow, latency_s / (_HIGHEST * (bound + _LAUNCH_S)), 0.0)
     wrong = (low < 1) | (high > 1)
     if not wrong.any():

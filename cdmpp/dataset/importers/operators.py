@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.dataset.importers.common import Import, ImportReport, Paths, Progress, evenly, require_columns
+from cdmpp.dataset.importers.common import SHORTEST_S, Import, ImportReport, Paths, Progress, evenly, require_columns
 from cdmpp.dataset.operators import LABELS, TORCH_CALLS, write_operators
 from cdmpp.device import Device, DeviceTable
-from cdmpp.errors import DatasetError
-from cdmpp.program.operators import operator_table, seen_pairs, work
+from cdmpp.errors import DatasetError, ProgramError, raised_as
+from cdmpp.program.operators import operator_table, refuse, seen_pairs, work
 
 #: No operator takes less than this fraction of the time at its dtype's peak; boost clocks and rounded sizes explain up to this.
 _LOWEST = 0.6
@@ -53,13 +53,13 @@ def import_operators(
         found.progress(path.name, number, len(found.frames))
         kind = _kind(source, frame, path)
         frame = evenly(_without_suspects(frame.reset_index(drop=True), found), limit)
-        number_of, frame = frame.index.to_numpy() + 1, frame.reset_index(drop=True)
-        part = operator_table(_READERS[kind](frame, found))
         names = _text(frame, "system" if "system" in frame else "device")
         names = names.replace({"pipeweave": _PIPEWEAVE_NAMES, "miopen": _MIOPEN_NAMES}.get(source, {}))
         devices = found.resolve(names, path)
-        part["device"] = [devices[str(name)].name for name in names]
-        _refuse_impossible(part, {device.name: device for device in devices.values()}, path, number_of)
+        with raised_as(DatasetError, str(path), ProgramError):
+            part = operator_table(_READERS[kind](frame, found)).set_axis(frame.index)
+            part["device"] = [devices[str(name)].name for name in names]
+            _refuse_impossible(part, {device.name: device for device in devices.values()})
         found.devices |= set(part["device"])
         parts.append(part)
     united = pd.concat(parts, ignore_index=True)
@@ -80,11 +80,10 @@ def _kind(source: str, frame: pd.DataFrame, path: Path) -> str:
 
 def _without_suspects(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     marks = [name for name in ("suspect", "suspect_group") if name in frame]
-    wrong = frame[marks].fillna(False).astype(bool).any(axis=1) if marks else None
-    if wrong is None or not wrong.any():
-        return frame
-    found.unknown["suspect"] += int(wrong.sum())
-    found.notes.append(f"{int(wrong.sum())} rows of groups with impossible times are left out")
+    wrong = frame[marks].fillna(False).astype(bool).any(axis=1)
+    if wrong.any():
+        found.unknown["suspect"] += int(wrong.sum())
+        found.notes.append(f"{int(wrong.sum())} rows of groups with impossible times are left out")
     return frame[~wrong]
 
 
@@ -169,6 +168,12 @@ def _miopen(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     sizes = {name: _number(frame, column) for name, column in same.items()}
     labels = _labels(frame, "miopen", "solver")
     layout = _text(frame, "layout", "NCHW")
+    refuse(frame, "direction", ~_text(frame, "direction").isin(_DIRECTION), f"one of {', '.join(_DIRECTION)}")
+    for d in "hw":
+        of = {name: _number(frame, name + d) for name in ("", "k", "o", "pad_", "stride_", "dilation_")}
+        made = (of[""] + 2 * of["pad_"] - of["dilation_"] * (of["k"] - 1) - 1) // np.maximum(of["stride_"], 1) + 1
+        rule = f"({d} + 2 pad_{d} - dilation_{d} (k{d} - 1) - 1) // stride_{d} + 1"
+        refuse(frame, f"o{d}", np.abs(made - of["o"]) > 0, rule)
     return labels.assign(
         kernel=labels["kernel"].where(layout == "NCHW", labels["kernel"] + " " + layout),
         op="conv",
@@ -229,28 +234,28 @@ _READERS: dict[str, Callable[[pd.DataFrame, Import], pd.DataFrame]] = {
 SOURCES: tuple[str, ...] = tuple(dict.fromkeys(kind.split()[0] for kind in _COLUMNS))
 
 
-def _refuse_impossible(table: pd.DataFrame, devices: dict[str, Device], path: Path, numbers: NDArray[np.int64]) -> None:
-    """Refuse times that are missing, or shorter than the operations take at the device's peak, or than it takes to read from
-    memory what does not fit into the device's caches; ``numbers`` has the number of each row in the file."""
+def _refuse_impossible(table: pd.DataFrame, devices: dict[str, Device]) -> None:
+    """Refuse times that are missing, or shorter than it takes to launch a kernel, to do the operations at the device's peak, to
+    read from memory what does not fit into the device's caches, or to send a collective's bytes over the link. The index has
+    each row's place in the file."""
     seconds = table["seconds"].to_numpy(dtype=np.float64)
-    bad = ~(np.isfinite(seconds) & (seconds > 0))
-    if bad.any():
-        at = int(np.argmax(bad))
-        raise DatasetError(f"{path}, row {numbers[at]}: seconds is {seconds[at]}, expected a number above 0")
-    least, done = np.zeros(len(table)), work(table)
+    refuse(table, "seconds", ~(np.isfinite(seconds) & (seconds > 0)), "a number above 0")
+    least, done = np.full(len(table), SHORTEST_S), work(table)
+    sent = np.where(table["num_workers"] > 1, table["bytes"], 0.0)
     flop = done["matrix"] / np.where(table["op"] == "conv", _FAST_CONVOLUTION, 1.0)
     for (name, dtype), rows in table.groupby(["device", "dtype"]).indices.items():
         device = devices[name]
-        known = [device.peak_gflops.get(peak, 0.0) for peak in _PEAK.get(dtype, ())]
-        if any(known):
-            least[rows] = flop[rows] / (1e9 * max(known))
-        if device.bandwidth_gb_s:
-            held = 1024 * sum(size or 0.0 for size in (device.l2_kb, device.l3_kb))
-            least[rows] = np.maximum(least[rows], (done["read"][rows] - held) / (1e9 * device.bandwidth_gb_s))
-    ratio = seconds / np.maximum(_LOWEST * least, 1e-12)
+        peak = max((device.peak_gflops.get(unit, 0.0) for unit in _PEAK.get(dtype, ())), default=0.0)
+        link = (device.link_gb_s or 0.0) / 2  # of one direction
+        held = 1024 * sum(size or 0.0 for size in (device.l2_kb, device.l3_kb))
+        for amount, rate in ((flop, peak), (done["read"] - held, device.bandwidth_gb_s), (sent, link)):
+            if rate:
+                least[rows] = np.maximum(least[rows], amount[rows] / (1e9 * rate))
+    ratio = seconds / (_LOWEST * least)
     if (ratio < 1).any():
         at = int(np.argmin(ratio))
-        raise DatasetError(
-            f"{path}, row {numbers[at]}: {table['op'][at]} in {seconds[at]:.3g} s on {table['device'][at]} is faster than it "
-            f"can be, {least[at]:.3g} s ({int((ratio < 1).sum())} such rows): is the unit, a shape or the device wrong?"
+        op, device_name = table[["op", "device"]].iloc[at]
+        raise ProgramError(
+            f"row {table.index[at] + 1}: {op} in {seconds[at]:.3g} s on {device_name} is faster than it can be, "
+            f"{least[at]:.3g} s ({int((ratio < 1).sum())} such rows): is the unit, a shape or the device wrong?"
         )
