@@ -320,7 +320,7 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         dtype = "bfloat16"
     if re.fullmatch(r"[-+.\d]*(e[-+]?\d+)?", op):  # a number, or nothing
         raise ProgramError(f"op is {op!r}, expected the name of an operator")
-    for name in given.keys() & set(SIZES):
+    for name in given.keys() & set(SIZES) - {"bytes"}:
         if isinstance(given[name], float) and given[name] % 1 > 0:
             raise ProgramError(f"{name} is {given[name]}, expected a whole number")
     count = given.get("count", 1)

@@ -356,7 +356,9 @@ def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path, command
     path.write_text("op,m,n,k\nmystery,8,8,8\n")
     (nothing,) = predict_operators(path, ["l40s"], lambda kind: SHIPPED)
     assert nothing.latency_s is nothing.low_s is None and nothing.unknown == {"mystery": 1} and nothing.by_name() == []
-    shares = command.json("latency", path, "--device", "h200", "--shares", "--html", tmp_path / "step.html")
+    shares = command.json(
+        "latency", path, "--device", "h200", "--runtime", "torch", "--shares", "--html", tmp_path / "step.html"
+    )
     assert shares["smallest_share"] is None and shares["by_latency"] == [] and "unknown: no time" in command.out
     assert "h200: unknown" in (tmp_path / "step.html").read_text()
     path.write_text("op,m,n,k\ngemm,8,inf,8\n")
