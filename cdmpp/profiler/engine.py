@@ -94,6 +94,13 @@ class Built:
     status: str = "ok"
     error: str = ""
     build_s: float = 0.0
+    #: CPU seconds; ``build_s`` are wall seconds. Bundles do not have it.
+    build_cpu_s: float = 0.0
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The seconds, for the ``meta`` of an outcome."""
+        return {"build_s": round(self.build_s, 4), "build_cpu_s": round(self.build_cpu_s, 4)}
 
 
 @dataclass(frozen=True)
@@ -176,6 +183,11 @@ def last_line(err: Exception) -> str:
 Builder = tuple[Callable[..., Callable[[Any], Built]], tuple[Any, ...], int]
 
 
+def _cpu_s() -> float:
+    """CPU seconds so far of this process and of the linkers and compilers that it ran."""
+    return time.process_time() + sum(os.times()[2:4])
+
+
 def build_worker(connection: Connection, builder: Builder) -> None:
     """Build job after job until the connection closes (runs in its own process, which never runs what it built)."""
     make, args, niceness = builder
@@ -183,9 +195,9 @@ def build_worker(connection: Connection, builder: Builder) -> None:
     os.nice(niceness)  # measuring processes go first
     build = make(*args)
     for job in requests(connection):
-        started = time.perf_counter()
+        started, before_s = time.perf_counter(), _cpu_s()
         try:
-            connection.send(replace(build(job), build_s=time.perf_counter() - started))
+            connection.send(replace(build(job), build_s=time.perf_counter() - started, build_cpu_s=_cpu_s() - before_s))
         except ProfilerError as err:
             connection.send(err)
 
@@ -272,12 +284,10 @@ class Measurer:
 
     def finish(self, job: BuildJob, built: Built, measured: Measured, **meta: Any) -> None:
         """Make the label of the samples, or the reason why there are none, the job's outcome."""
-        times = {"build_s": round(built.build_s, 4), "run_s": round(measured.run_s, 4)}
-        meta = {**times, **meta, **measured.meta}
+        meta = {**built.times, "run_s": round(measured.run_s, 4), **meta, **measured.meta}
         if measured.status != "ok":
             self.fail(job, measured.status, measured.error, **meta)
-            return
-        if measured.samples_s and all(0 < sample_s < float("inf") for sample_s in measured.samples_s):
+        elif measured.samples_s and all(0 < sample_s < float("inf") for sample_s in measured.samples_s):
             value, noise = label(measured.samples_s), split_half_difference(measured.samples_s)
             self.outcomes.append(Outcome(job, "ok", value, measured.samples_s, noise, meta=meta))
         else:
@@ -292,7 +302,7 @@ class BuildOnly(Measurer):
         self.builder = builder
 
     def add(self, job: Any, built: Any) -> None:
-        self.outcomes.append(Outcome(job, "ok", meta={"build_s": built.build_s}, built=built))
+        self.outcomes.append(Outcome(job, "ok", meta=built.times, built=built))
 
 
 class Engine:
@@ -406,9 +416,7 @@ class Engine:
         if built.status == "ok":
             self.measurer.add(job, built)
         else:
-            meta = {"build_s": round(built.build_s, 4)}
-            outcome = Outcome(job, built.status, error=built.error, meta=meta, built=built)
-            self.measurer.outcomes.append(outcome)
+            self.measurer.outcomes.append(Outcome(job, built.status, error=built.error, meta=built.times, built=built))
 
     def _receive(self, worker: Worker) -> None:
         job, deaths = worker.load
@@ -429,4 +437,4 @@ class Engine:
         job, _ = worker.load
         worker.replace()
         limit_s = self.config.build_timeout_s
-        self.measurer.fail(job, "build_timeout", f"over {limit_s:g} s", build_s=limit_s)
+        self.measurer.fail(job, "build_timeout", f"over {limit_s:g} s", build_s=limit_s, build_cpu_s=limit_s)

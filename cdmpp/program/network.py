@@ -282,10 +282,12 @@ def _weights_only() -> Iterator[None]:
 
 def _load_onnx(path: Path) -> Any:
     """The ``ModelProto`` of an ``.onnx`` file."""
-    import onnx
-
     try:
+        import onnx
+
         model = onnx.load(str(path))
+    except ImportError as err:
+        raise NetworkError(f"{path}: an .onnx file needs the package onnx (pip install onnx): {err}") from err
     except Exception as err:  # the error class depends on the implementation of protobuf
         raise NetworkError(f"{path} is not a readable .onnx file: {_first_line(err)}") from err
     if not model.graph.node:

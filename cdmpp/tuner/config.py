@@ -82,7 +82,7 @@ class Costs:
     wall_s: float = 0.0
     #: CPU seconds spent on generating candidates, predicting their latencies, and learning.
     search_cpu_s: float = 0.0
-    #: Seconds that builders worked, each on one core.
+    #: CPU seconds of builders.
     build_s: float = 0.0
     #: Seconds that programs ran on the cores they were measured on.
     device_s: float = 0.0

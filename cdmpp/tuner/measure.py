@@ -91,7 +91,7 @@ class Measurer:
         return futures
 
     def worth(self, jobs: Sequence[BuildJob], good: Sequence[bool], left_s: float | None) -> tuple[list[bool], float]:
-        """Which of a task's candidates to measure, among those `good` so far, and the builders' seconds to decide it."""
+        """Which of a task's candidates to measure, among those `good` so far, and the builders' CPU seconds."""
         return list(good), 0.0
 
     def abort(self) -> None:
@@ -331,7 +331,7 @@ class ChoosingMeasurer(Measurer):
         if len(wanted) < 2:
             return list(good), 0.0
         outcomes = [o for o in in_time(self._compiler, self._compiler.submit(wanted), left_s) if o is not None]
-        build_s = sum(o.meta.get("build_s", 0.0) for o in outcomes)
+        build_s = sum(o.meta.get("build_cpu_s", 0.0) for o in outcomes)
         built = {o.job.program.hash: o.built for o in outcomes if o.status == "ok"}
         ready = [job for job in wanted if job.program.hash in built]
         if not ready:  # measuring them will report the reason

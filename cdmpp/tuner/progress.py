@@ -300,8 +300,8 @@ class Progress:
         state.spent_s += spent_s
 
     def count_costs(self, outcome: Outcome) -> float:
-        """Count the build and run times of an outcome, and return their sum in seconds."""
-        build_s, run_s = (float(outcome.meta.get(name, 0.0)) for name in ("build_s", "run_s"))
+        """Count the CPU seconds of building an outcome and those of running it, and return their sum."""
+        build_s, run_s = (float(outcome.meta.get(name, 0.0)) for name in ("build_cpu_s", "run_s"))
         self.costs.build_s += build_s
         self.costs.device_s += run_s
         return build_s + run_s

@@ -492,7 +492,7 @@ def summary_lines(report: TuneReport) -> list[str]:
     lines += [
         f"{costs.trials} trials: {costs.measurements} measured, {costs.failures} of them failed, {costs.dropped} "
         f"dropped (some {costs.saved_s:.0f} s saved).",
-        f"{costs.wall_s:.0f} s: {costs.search_cpu_s:.0f} CPU seconds of search, {costs.build_s:.0f} s of building, "
+        f"{costs.wall_s:.0f} s: {costs.search_cpu_s:.0f} CPU seconds of search, {costs.build_s:.0f} of building, "
         f"{costs.device_s:.0f} s on the device.",
         "Energy: the device does not tell."
         if costs.energy_j is None

@@ -119,11 +119,11 @@ class Searches:
         counts = [search.describe() for search in self._searches.values() if search is not None]
         return {**found, "search": summed(counts)} if counts else found
 
-    def propose(self, task: str, best_s: float | None, first: bool) -> tuple[list[BuildJob], list[bool]] | None:
-        """A round's candidates, and whether each is worth measuring; None if the space has no more. In the `first` round the
-        guard may choose the candidates."""
+    def propose(self, task: str, best_s: float | None, first: bool) -> tuple[list[BuildJob], list[bool], bool] | None:
+        """A round's candidates, whether each is worth measuring, and whether they are of earlier tunings (all are measured);
+        None if the space has no more. In the `first` round the guard may choose the candidates."""
         tuner = self._by_hash[task]
-        candidates = self._first.pop(task, None)
+        candidates = earlier = self._first.pop(task, None)
         if not candidates and first and self._guard is not None:
             candidates = self._guard.initial(tuner, self._config.batch, self._model)
         if not candidates:
@@ -133,10 +133,11 @@ class Searches:
                 return None
         candidates = [c for c in candidates if c.hash not in self._known]
         measures = [c.measure for c in candidates]
-        worth = worth_measuring(self._guard, self._coverage, self._model, tuner.context, measures, best_s).tolist()
+        guard, coverage = (None, None) if earlier else (self._guard, self._coverage)
+        worth = worth_measuring(guard, coverage, self._model, tuner.context, measures, best_s).tolist()
         self._known.update(c.hash for c, good in zip(candidates, worth, strict=True) if good)
         self._under_way[task].append({c.hash: c for c in candidates})
-        return [c.job for c in candidates], worth
+        return [c.job for c in candidates], worth, bool(earlier)
 
     def learn(self, task: str, outcomes: Sequence[Outcome]) -> None:
         """End a task's round, and learn from its measurements."""
@@ -268,10 +269,10 @@ class TuningSession:
             progress.plan(len(found[0]))  # until the candidates to measure are chosen
         self._under_way.append((task, self._background.submit(self._chosen, task, *found)))
 
-    def _chosen(self, task: int, proposed: Sequence[BuildJob], good: Sequence[bool]) -> _Round:
-        """Drop the candidates that are not worth measuring, and submit the rest to the measurer."""
+    def _chosen(self, task: int, proposed: Sequence[BuildJob], good: Sequence[bool], earlier: bool) -> _Round:
+        """Drop the candidates that are not worth measuring (none of earlier tunings), and submit the rest to the measurer."""
         progress = self._progress
-        worth, build_s = self._measurer.worth(proposed, good, progress.time_left_s)
+        worth, build_s = (list(good), 0.0) if earlier else self._measurer.worth(proposed, good, progress.time_left_s)
         with progress.lock:
             progress.plan(-len(proposed))
             progress.costs.build_s += build_s

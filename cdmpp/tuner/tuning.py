@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.device import Device, get_device
-from cdmpp.errors import TunerError
+from cdmpp.errors import CdmppError, TunerError
 from cdmpp.profiler.engine import Executor
 from cdmpp.program import import_tvm
 from cdmpp.program.network import Network
@@ -36,8 +36,8 @@ def tune(
     notify: Callable[[str], None] = logger.info,
 ) -> TuneReport:
     """Tune a network (a zoo name, an ``.onnx`` or ``.pt2`` file, or a Network) for a CPU share or a CUDA GPU of this machine.
-    On a GPU, a cluster or a board the network itself is not run: the result is the sums over its tasks. On a GPU the untuned
-    tasks have the schedules that TVM Relax applies by default.
+    On a GPU, a cluster or a board the network itself is not run: the result is the sums over its tasks; so it is where the
+    network does not run. On a GPU the untuned tasks have the schedules that TVM Relax applies by default.
 
     `device` includes the share that will serve the network, such as ``this-cpu@1`` or ``h200@0.5``. `out` is a folder
     (:mod:`cdmpp.tuner.results`); with `resume` a tuning in it continues, and nothing is measured twice. `warm_start` lists
@@ -55,16 +55,20 @@ def tune(
     tasks = weighted_tasks(fused, loaded.name)
     tuning.say(f"{len(tasks)} tasks")
     report, database = tuning.run(loaded.name, tasks)
+    write_report(report, Path(out))  # now, as running the network may fail
     target_device = tuning.device
     if target_device.kind == "cpu" and tuning.here and any(task.best_s is not None for task in report.tasks):
         tuning.say("compiling and running the network with and without the schedules found")
         target = import_tvm().target.Target(dict(target_device.target))
-        tuned, _ = apply_database(fused.module, database, target)
-        modules = {"untuned": fused.module, "tuned": tuned}
+        modules = {"untuned": fused.module, "tuned": apply_database(fused.module, database, target)[0]}
         cores = measure.core_groups_of(target_device, 1)[0]
-        latency = measure_network(fused, loaded, target_device, modules, cores, realtime=config.realtime)
-        report = replace(report, network=latency)
-    write_report(report, Path(out))
+        try:
+            latency = measure_network(fused, loaded, target_device, modules, cores, realtime=config.realtime)
+        except CdmppError as err:
+            tuning.say(f"the tuning is complete, but the whole network was not measured: {err}")
+        else:
+            report = replace(report, network=latency)
+            write_report(report, Path(out))
     return report
 
 
@@ -152,11 +156,8 @@ class _Tuning:
                     degree = self._executor.degree
                 if isinstance(degree, str):
                     of_each = -(-measure.CALIBRATION_PROGRAMS // len(tuners))
-                    jobs = [
-                        c.job
-                        for tuner in tuners[: measure.CALIBRATION_PROGRAMS]
-                        for c in tuner.sample(of_each, config.seed)
-                    ]
+                    some = tuners[: measure.CALIBRATION_PROGRAMS]
+                    jobs = [c.job for tuner in some for c in tuner.sample(of_each, config.seed)]
                     degree = measure.calibrated_degree(config, device, jobs, self.say)
                 if self._of_each == 1:
                     measurer = measure.Measurer(measure.make_engine(config, device, degree, self._executor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,7 @@ def test_report_is_one_file(tmp_path: Path, predictor: Path, command: Command) -
     assert out.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, predictor: Path, command: Command) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, predictor: Path, command: Command, monkeypatch) -> None:
     for name, content in (("not.onnx", "not a network"), ("not.json", "{}")):
         (tmp_path / name).write_text(content)
     predict = f"predict --predictor {predictor} --device"
@@ -123,3 +124,5 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, predictor: Path, 
         (f"profile --out {tmp_path}/x", "not both"),
     ):
         assert said in command.error(*line.split())
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert "needs the package onnx" in command.error("latency", tmp_path / "not.onnx", "--device", "this-cpu@1")

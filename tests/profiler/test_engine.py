@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from cdmpp.errors import ProfilerError
 from cdmpp.profiler.cpu import CpuConfig
-from cdmpp.profiler.engine import BuildJob, Outcome
+from cdmpp.profiler.engine import BuildConfig, BuildJob, BuildOnly, Built, Engine, Outcome
 from cdmpp.profiler.machine import core_groups
 from cdmpp.program.codegen import ObjectCache
 
@@ -45,6 +46,18 @@ def test_all_programs_are_measured_with_samples_and_noise() -> None:
     assert 10 < ratio < 1000, "64 times the operations"
 
 
+def waiting(_: BuildJob) -> Built:
+    busy = "import time\nwhile time.process_time() < 0.2: pass\ntime.sleep(0.5)"
+    subprocess.run([sys.executable, "-S", "-c", busy], check=True)
+    return Built()
+
+
+def test_waiting_costs_no_cpu_time_but_the_linker_does() -> None:
+    with Engine(BuildOnly(BuildConfig(builders=1), (partial, (waiting,), 0))) as engine:
+        (outcome,) = engine.run(iter([as_it_is(matmul_task())]))
+    assert 0.15 < outcome.meta["build_cpu_s"] < outcome.meta["build_s"] - 0.45
+
+
 def forged() -> BuildJob:
     job = sampled(matmul_task(), 1)[0]
     return BuildJob(replace(job.program, hash="0" * 16), job.task, job.space)
@@ -68,8 +81,7 @@ def test_a_program_that_misbehaves_costs_one_record(bad: Callable[[], BuildJob],
 
 def test_a_build_that_hangs_is_ended_and_its_process_is_gone() -> None:
     bad, good = as_it_is(slow_build_task(10000)), sampled(matmul_task(), 2)
-    config = replace(QUICK_CPU, build_timeout_s=1.0)
-    with quick_engine(config) as engine:
+    with quick_engine(replace(QUICK_CPU, build_timeout_s=1.0)) as engine:
         engine.start_builders()
         hung = engine._builders[0].pid
         outcomes = {o.job.program.hash: o for o in engine.run(iter([bad, *good]))}
@@ -117,10 +129,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_is_one_clear_error(tiny_disk: Path) -> None:
     (tiny_disk / "ballast").write_bytes(b"x" * 1_400_000)
-    jobs = sampled(matmul_task(), 16)
     config = replace(QUICK_CPU, work_dir=str(tiny_disk), batch_size=16)
     with pytest.raises(ProfilerError, match="no space left"), quick_engine(config) as engine:
-        list(engine.run(iter(jobs)))
+        list(engine.run(iter(sampled(matmul_task(), 16))))
 
 
 def test_object_cache_serves_what_was_built_before(tmp_path: Path) -> None:
@@ -138,8 +149,7 @@ def test_object_cache_serves_what_was_built_before(tmp_path: Path) -> None:
 
 def test_core_groups_are_disjoint_and_refused_where_there_are_too_few() -> None:
     groups = core_groups(range(8), 2, 3)
-    cores = np.concatenate(groups)
-    assert len(set(cores)) == 6
+    assert len(set(np.concatenate(groups))) == 6
     assert all(len(g) == 2 for g in groups)
     with pytest.raises(ProfilerError, match="need 4"):
         core_groups(range(3), 2, 2)

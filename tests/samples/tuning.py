@@ -49,7 +49,7 @@ def made_up_latency_s(digest: str) -> float:
 
 def outcome_of(job: BuildJob, latency_s: float | None, status: str = "run_error") -> Outcome:
     """An outcome as the engine gives it; `status` where there is no latency."""
-    meta = {"build_s": 0.5, "run_s": 0.1}
+    meta = {"build_s": 0.9, "build_cpu_s": 0.5, "run_s": 0.1}
     if latency_s is None:
         return Outcome(job, status, error="made up", meta=meta)
     return Outcome(job, "ok", latency_s, (latency_s,) * 4, 0.0, meta=meta)

@@ -37,7 +37,7 @@ def network() -> Network:
     return Network.from_torch(module, (torch.randn(8, 64),), "two_layers")
 
 
-def test_a_network_is_tuned_and_runs_as_before(tmp_path: Path, network: Network) -> None:
+def test_a_network_is_tuned_and_runs_as_before(tmp_path: Path, network: Network, monkeypatch) -> None:
     config = tune_config(6, batch=3, plan=QUICK_PLAN)
     out = tmp_path / "t"
     report = tune(network, device="this-cpu@1", out=out, config=config)
@@ -65,14 +65,19 @@ def test_a_network_is_tuned_and_runs_as_before(tmp_path: Path, network: Network)
     scheduled = [name for name in set(fused.calls) if plain[name].attrs["tirx.is_scheduled"]]
     assert sorted(scheduled) == sorted(set(fused.calls)), "TVM's own pass takes them from the folder"
 
+    monkeypatch.setattr("cdmpp.tuner.deployment._TIMEOUT_S", 0.0)
+    said = list[str]()
+    assert tune(network, device="this-cpu@1", out=out, config=config, resume=True, notify=said.append).network is None
+    assert said[-1].endswith("the whole network was not measured: running two_layers took over 0 s")
+    assert json.loads((out / "report.json").read_text())["network"] is None
+
 
 def test_a_network_that_does_not_compile(network: Network) -> None:
     fused = import_network(network)
     broken = fused.module.clone()
-    device = device_of_this_machine("this-cpu@1")
     del broken[fused.calls[0]]
     with pytest.raises(TunerError, match="does not compile"):
-        measure_network(fused, network, device, {"a": broken}, (0,), plan=QUICK_PLAN)
+        measure_network(fused, network, device_of_this_machine("this-cpu@1"), {"a": broken}, (0,), plan=QUICK_PLAN)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +153,7 @@ def test_what_is_wrong_is_said_before_the_network_is_imported(tmp_path, command,
 
 
 def test_shares_on_the_command_line() -> None:
-    assert devices_with_shares("this-cpu@1", None) == ["this-cpu@1"]
-    assert devices_with_shares("this-cpu@1", "1") == ["this-cpu@1"]
+    assert devices_with_shares("this-cpu@1", None) == devices_with_shares("this-cpu@1", "1") == ["this-cpu@1"]
     assert devices_with_shares("this-cpu", "2") == ["this-cpu@2"]
     assert devices_with_shares("this-cpu", "1, 2") == ["this-cpu@1", "this-cpu@2"]
     with pytest.raises(TunerError, match="give the share once"):
