@@ -260,7 +260,7 @@ def _candidates(z: FloatArray, task: IntArray, residual: FloatArray) -> Iterator
     within = float(np.sum((residual - means[number]) ** 2)) / max(len(residual) - len(tasks), 1)
     within = max(within, _LEAST**2)
     distances = np.sqrt(squared_distances(z, z))
-    apart = distances[distances > 1e-9]
+    apart = distances[distances > 1e-5 * np.sqrt((z**2).sum(1).max())]  # embeddings have the accuracy of float32
     typical = float(np.median(apart)) if len(apart) else 1.0
     yield Kernel(within, offset, length=typical)
     for share in _NOISE_SHARES:

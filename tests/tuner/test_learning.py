@@ -188,6 +188,10 @@ def test_too_few_records_for_an_interval() -> None:
     correction = Correction(KERNEL, z, task, residual)
     assert correction.width(0.9) is None, "nine are needed"
     assert correction.width(0.5) is not None
+    same = 3.0 + 1e-7 * np.random.default_rng(0).normal(
+        size=(40, 128)
+    )  # one program, embedded again and again with the accuracy of float32
+    assert fit_correction(same, np.arange(40) % 2, 8.0 * (np.arange(40) % 2), common=0.25).mean_square > 0
     empty = fit_correction(z[:0], task[:0], residual[:0])
     assert len(empty) == 0 and empty.width(0.5) is None
     assert empty.mean(z, 0) == pytest.approx(np.zeros(8))
