@@ -74,9 +74,7 @@ def score_variants(
         score_model(results, make_model(name, seed), data, split, {"seed": seed, "model": name})
 
 
-def score_less(
-    args: argparse.Namespace, config: Config, data: TrainingData, split: Split, seed: int, results: Results
-) -> None:
+def score_less(args: argparse.Namespace, config: Config, data: TrainingData, split: Split, seed: int, results: Results) -> None:
     """Train every model on parts of the training records and score it."""
     for kind in args.less:
         for fraction in args.fractions:

@@ -167,9 +167,7 @@ def elsewhere_s(data: TrainingData, device: str, shots: np.ndarray, rows: np.nda
     return np.exp((others + constants).mean(axis=1)).reindex(programs).to_numpy(dtype=np.float64)
 
 
-def score_few_shot(
-    data: TrainingData, args: argparse.Namespace, config: Config, results: Results, unseen: Models
-) -> None:
+def score_few_shot(data: TrainingData, args: argparse.Namespace, config: Config, results: Results, unseen: Models) -> None:
     """Score few-shot learning of every device, starting from the models in ``unseen``; those missing are trained here."""
     for device in args.devices:
         used = without_its_like(data, device, args.keep_alike)

@@ -59,12 +59,7 @@ def spread(name: str, logs: np.ndarray, tasks: np.ndarray, **more: float) -> Fig
     """Figure of log(estimate / reference): the median, and the median and 90 % quantile of the absolute deviation from it."""
     middle = float(np.median(logs))
     off = np.abs(logs - middle)
-    values = {
-        "median log": middle,
-        "MAD of log": float(np.median(off)),
-        "worst tenth": float(np.quantile(off, 0.9)),
-        **more,
-    }
+    values = {"median log": middle, "MAD of log": float(np.median(off)), "worst tenth": float(np.quantile(off, 0.9)), **more}
     intervals = {"median log": bootstrap(logs, tasks, median=True), "MAD of log": bootstrap(off, tasks, median=True)}
     return figure(name, values, len(logs), interval=intervals)
 
@@ -87,9 +82,7 @@ def loops_of(path: Path) -> Iterator[list[Instruction]]:
         graph = FlowGraph(function)
         for loop in graph.loops:
             body = graph.code(loop.header)
-            if len(loop.body) == 1 and not any(
-                i.flow == "call" or "gather" in i.name or "scatter" in i.name for i in body
-            ):
+            if len(loop.body) == 1 and not any(i.flow == "call" or "gather" in i.name or "scatter" in i.name for i in body):
                 yield list(body)
 
 

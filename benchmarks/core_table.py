@@ -91,9 +91,7 @@ def table(mca: str, triple: str, cpu: str, forms: list[str]) -> Iterator[tuple[o
     units = re.findall(r"^\[\d+\]\s+- (\S+?):(\d+)[ \t]*(.*)$", text, re.M)
     # `Load:3` is three identical units
     label = {name: name if count == "1" else f"{name}:{count}" for name, count, rest in units if not rest}
-    members = {
-        name: {label[m] for m in (rest.split(", ") if rest else [name]) if m in label} for name, _, rest in units
-    }
+    members = {name: {label[m] for m in (rest.split(", ") if rest else [name]) if m in label} for name, _, rest in units}
     seen = set()
     for line in text.splitlines():
         found = _ROW.match(line)

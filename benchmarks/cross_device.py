@@ -217,12 +217,7 @@ def _errors_of(row: Row) -> Row:
     of = {name: whole["sources"].get(name, {}) for name in ("cdmpp", "neusight")}
     errors = operators.get("mape"), of["cdmpp"].get("ape_mean"), of["neusight"].get("ape_mean_own"), whole.get("n")
     interval = {key: value for key, value in ends.items() if value}
-    return {
-        **dict(zip(_TITLES, errors, strict=True)),
-        "interval": interval,
-        "n": operators.get("n", 0),
-        "seed": row["seed"],
-    }
+    return {**dict(zip(_TITLES, errors, strict=True)), "interval": interval, "n": operators.get("n", 0), "seed": row["seed"]}
 
 
 def _means_of(rows: list[Row]) -> Row:

@@ -34,9 +34,7 @@ RATIOS = (1.1, 1.5, 3.0, np.inf)
 _SIGMA = 2 * NormalDist().inv_cdf(0.95)
 
 
-def choices(
-    measured_s: Mapping[str, float], says: Mapping[str, Mapping[str, float]], sigma: Mapping[str, float]
-) -> list[Row]:
+def choices(measured_s: Mapping[str, float], says: Mapping[str, Mapping[str, float]], sigma: Mapping[str, float]) -> list[Row]:
     """A row for each pair of devices of one case. It has the ratio of their latencies, and whether each source of ``says``
     (name -> device -> seconds, or any score that is lower for the faster device) picks the faster one, 0.5 for a tie.
     ``stated`` is our confidence, from ``sigma``, the standard deviation of log latency by device."""
@@ -70,9 +68,7 @@ def program_choices(predictor: Predictor, data: TrainingData) -> list[Row]:
     sigma = {name: np.ptp(calibration.ends(name, 0.9)) / _SIGMA for name in one_of_kind}
     peak = {name: 1 / data.devices[name].peak_gflops["float32"] for name in one_of_kind}
     wide = train.pivot_table(index="program", columns="device", values="latency_s")
-    usual = {
-        name: 1 + sum(_slower(wide, name, other) for other in one_of_kind if other != name) for name in one_of_kind
-    }
+    usual = {name: 1 + sum(_slower(wide, name, other) for other in one_of_kind if other != name) for name in one_of_kind}
     found = []
     for _, own in table.groupby("program", observed=True):
         own = own.drop_duplicates("device").set_index("device")

@@ -26,16 +26,7 @@ from pathlib import Path
 
 from common import Figure, Results, Row, arguments, figure, in_turn, median_figure, provenance, report, start
 from scale import driver_seconds, simulate, times_of
-from tuning import (
-    DEVICE,
-    NETWORKS,
-    NEVER,
-    held_out_predictor,
-    held_out_tasks,
-    measure_again,
-    seconds_until,
-    tune_config,
-)
+from tuning import DEVICE, NETWORKS, NEVER, held_out_predictor, held_out_tasks, measure_again, seconds_until, tune_config
 
 from cdmpp.dataset import Dataset
 from cdmpp.predictor import Predictor

@@ -100,9 +100,7 @@ def own_networks() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
         nn.Conv1d(1, 48, 15, 4), nn.GELU(), nn.Conv1d(48, 96, 9, 3), nn.GELU(), nn.Conv1d(96, 192, 5, 2), nn.GELU(),
         nn.AvgPool1d(4), nn.Flatten(), nn.Linear(192 * 81, 30),
     )  # fmt: skip
-    table = nn.Sequential(
-        *(m for i, o in ((430, 900), (900, 900), (900, 700), (700, 5)) for m in (nn.Linear(i, o), nn.Tanh()))
-    )
+    table = nn.Sequential(*(m for i, o in ((430, 900), (900, 900), (900, 700), (700, 5)) for m in (nn.Linear(i, o), nn.Tanh())))
     return {
         "own: pictures": (pictures, (torch.randn(2, 3, 176, 176),)),
         "own: mobile": (mobile, (torch.randn(1, 3, 208, 208),)),
@@ -190,12 +188,7 @@ def main() -> None:
         for device in devices
     ]
     if "kernels_ms" in rows[0]:
-        called = {
-            "network": "network",
-            "noise": "noise",
-            "kernels_ms": "measured_ms",
-            "predicted_kernels_ms": "predicted_ms",
-        }
+        called = {"network": "network", "noise": "noise", "kernels_ms": "measured_ms", "predicted_kernels_ms": "predicted_ms"}
         alone = [{name: row[key] for key, name in called.items()} for row in rows]
         found.append(errors(alone, f"their kernels alone on {devices[0].name}"))
     if len(devices) > 1:

@@ -123,12 +123,7 @@ def figures(rows: Sequence[Row]) -> list[Figure]:
             errors = [row["ape"] for row in part]
             ends = {"median_ape": bootstrap(errors, [row["network"] for row in part], median=True)}
             found.append(
-                figure(
-                    f"median of the networks{what}, {UNTUNED}",
-                    values,
-                    len(part),
-                    interval=ends if len(part) > 4 else {},
-                )
+                figure(f"median of the networks{what}, {UNTUNED}", values, len(part), interval=ends if len(part) > 4 else {})
             )
     for row in rows:
         values = {

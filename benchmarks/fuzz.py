@@ -131,9 +131,7 @@ def _read_dataset(path: Path) -> None:
 
 
 _GRAPH = {"format": FORMAT, "version": 1, "name": "n", "nodes": [{"name": "a", "tasks": ["t"], "inputs": []}]}
-_CSV = (
-    "op,count,m,n,k,heads,kv_heads,head_dim,q_lengths,kv_lengths\ngemm,2,8,64,64,,,,,\nattention,1,,,,8,8,64,1 1,9 9\n"
-)
+_CSV = "op,count,m,n,k,heads,kv_heads,head_dim,q_lengths,kv_lengths\ngemm,2,8,64,64,,,,,\nattention,1,,,,8,8,64,1 1,9 9\n"
 _LLM = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 99,
         "intermediate_size": 128}  # fmt: skip
 _DEVICE = "- {name: mine, kind: gpu, vendor: nvidia, arch: sm_90, cores: 132, clock_mhz: 1980, bandwidth_gb_s: 4000}\n"
@@ -299,9 +297,7 @@ def fuzz(kind: str, inputs: int, seed: int, limit_s: float) -> dict[str, Any]:
             if worker is None:
                 warm = False
                 pipe, theirs = context.Pipe()
-                worker = context.Process(
-                    target=_serve, args=(theirs, kind, sample, Path(name) / "input", seed), daemon=True
-                )
+                worker = context.Process(target=_serve, args=(theirs, kind, sample, Path(name) / "input", seed), daemon=True)
                 worker.start()
                 theirs.close()
             pipe.send(number)

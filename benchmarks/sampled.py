@@ -56,8 +56,7 @@ def sample_evenly(view: DatasetView, number: int, seed: int = 0, devices: Collec
     keys = sorted(groups)
     shares = even_shares([len(groups[key]) for key in keys], number)
     chosen = [
-        groups[key][np.argsort(ranks[groups[key]], kind="stable")[:share]]
-        for key, share in zip(keys, shares, strict=True)
+        groups[key][np.argsort(ranks[groups[key]], kind="stable")[:share]] for key, share in zip(keys, shares, strict=True)
     ]
     return SampledView(view, np.sort(ok[np.concatenate(chosen)]))
 

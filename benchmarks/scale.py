@@ -63,9 +63,7 @@ class Times:
     transfer_s: float
 
 
-def simulate(
-    times: Times, programs: Sequence[int], builders: int, devices: int, cores: int | None = None
-) -> dict[str, Any]:
+def simulate(times: Times, programs: Sequence[int], builders: int, devices: int, cores: int | None = None) -> dict[str, Any]:
     """Labels a second over the programs with these indices, and the fraction of time that each part is busy. With `cores`, all
     runs on one machine with so many cores, where builders pause while devices use their cores."""
     size = CpuConfig().batch_size
@@ -186,9 +184,7 @@ def measured(count: int, networks: list[str], seed: int, driver_s: float) -> lis
     for (where, builders), rounds in rates.items():
         expected = [simulate(one, range(len(one.run_s)), builders, 1, cores)["labels_per_s"] for one in times]
         middle = {name: float(np.median([row[name] for row in rounds])) for name in rounds[0]}
-        rows.append(
-            {"where": where, "builders": builders, **middle, "simulated": float(np.median(expected)), "rounds": rounds}
-        )
+        rows.append({"where": where, "builders": builders, **middle, "simulated": float(np.median(expected)), "rounds": rounds})
     return rows
 
 

@@ -147,11 +147,7 @@ def measurements_online(model: OnlineModel, programs: Encoded, latency_s: FloatA
 
 
 def evaluate_case(
-    args: argparse.Namespace,
-    predictor: Predictor,
-    gpu: str,
-    by_gpu: Mapping[str, Latencies],
-    asts: Mapping[str, CompactAST],
+    args: argparse.Namespace, predictor: Predictor, gpu: str, by_gpu: Mapping[str, Latencies], asts: Mapping[str, CompactAST]
 ) -> dict[str, Any]:
     """The row of one kernel on one GPU: the scores of all methods."""
     programs = [program for program in sorted(by_gpu[gpu]) if program in asts]

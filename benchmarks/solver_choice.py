@@ -53,13 +53,7 @@ def by_layout(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def scores(
-    every: pd.DataFrame,
-    every_s: pd.DataFrame,
-    times: tuple,
-    family: dict[str, int],
-    left_out: int,
-    rows: int,
-    seed: int,
+    every: pd.DataFrame, every_s: pd.DataFrame, times: tuple, family: dict[str, int], left_out: int, rows: int, seed: int
 ) -> Iterator[Row]:
     """A row for each model, and each device and data type of the family that is left out."""
     operators, operators_s, names = times

@@ -67,9 +67,7 @@ def measured(name: str, runs: list[Row]) -> Row:
     usable = machine.usable_cores()
     found = measure_network(fused, network, device, modules, cores := machine.core_groups(usable, 1, 1)[0])
     graph = graph_of_fused(fused, network.name)
-    predicted_s = {
-        f"{r['model']} {r['seed']}": predict_latency(graph, device, schedule=r["folder"]).latency_s for r in runs
-    }
+    predicted_s = {f"{r['model']} {r['seed']}": predict_latency(graph, device, schedule=r["folder"]).latency_s for r in runs}
     machine.pin(cores)
     torch.set_num_threads(1)
     with torch.inference_mode():
@@ -89,9 +87,7 @@ def figures(rows: list[Row]) -> list[Figure]:
         runs = {(r["model"], r["seed"]): r for r in rows if r["network"] == row["network"] and "model" in r}
         seconds = {variant: latency["latency_s"] for variant, latency in row["variants"].items()}
         seeds, both = (sorted(seed for model, seed in runs if model == wanted) for wanted in MODELS)
-        ours, theirs = (
-            {seed: seconds[f"{model} {seed}"] for seed in seeds if (model, seed) in runs} for model in MODELS
-        )
+        ours, theirs = ({seed: seconds[f"{model} {seed}"] for seed in seeds if (model, seed) in runs} for model in MODELS)
         wall_s = {key: run["costs"]["wall_s"] for key, run in runs.items()}
         columns = {
             "over PyTorch": [ours[seed] / row["eager_s"] for seed in seeds],

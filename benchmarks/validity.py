@@ -161,12 +161,7 @@ def search(space: Space, way: str, arm: str, seed: int, cap: int, model: Validit
 
 
 def propose(
-    space: Space,
-    cost_model: OnlineModel,
-    order: np.ndarray,
-    free: np.ndarray,
-    likely: np.ndarray,
-    rng: np.random.Generator,
+    space: Space, cost_model: OnlineModel, order: np.ndarray, free: np.ndarray, likely: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
     """The next round: the best of all generations by the cost model, and a few at random."""
     n = len(free)

@@ -22,12 +22,9 @@ def _modules_after(code: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
 
 
-def test_import_loads_nothing_heavy() -> None:
+def test_import_loads_nothing_heavy_and_the_core_no_tvm() -> None:
     loaded = _modules_after("import cdmpp")
     assert not loaded & {"torch", "tvm", "tvm_ffi", "pandas", "sklearn", "numpy", "rich", "xgboost"}
-
-
-def test_core_imports_without_tvm() -> None:
     code = "import sys; sys.modules['tvm'] = sys.modules['tvm_ffi'] = None\n"
     loaded = _modules_after(code + "\n".join(f"import {name}" for name in _CORE))
     assert "cdmpp.predictor.training" in loaded

@@ -39,9 +39,7 @@ _KINDS = {"ast": "AST", "compiled": "compiled code"}
 _STATES = ("complete", "pruned", "failed", "interrupted")
 
 
-def show_scores(
-    console: Console, title: str, first: str, rows: Mapping[str, Mapping[str, Any]], brief: bool = False
-) -> None:
+def show_scores(console: Console, title: str, first: str, rows: Mapping[str, Mapping[str, Any]], brief: bool = False) -> None:
     """Name -> metrics: those that fit, or the most telling ones alone."""
     columns = {"": [f"<{first}", *rows]}
     for key, (heading, form) in _METRICS.items():
@@ -175,11 +173,7 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     with errors.status("learning"):
         predictor = load_predictor(args.predictor)
         result = finetune(predictor, args.data, args.device, args.out, tasks=tasks, select=select, seed=args.seed)
-    summary = {
-        "task_file": str(result.task_file),
-        "selection": result.selection.to_json(),
-        "next_command": result.next_command,
-    }
+    summary = {"task_file": str(result.task_file), "selection": result.selection.to_json(), "next_command": result.next_command}
     if result.predictor is None:
         say(console, f"There are no records of {args.device} yet. Measure the {len(result.selection.wanted)} tasks\n"
             f"chosen, which {result.task_file} names, and finetune again with DIR beside --data:\n"

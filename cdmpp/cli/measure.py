@@ -148,15 +148,9 @@ def _bundle(args: ui.Namespace, console: Console, errors: Console) -> Any:
 def _add_measure(sub: ui.Parser) -> None:
     from cdmpp.profiler.gpu.measure import MeasureConfig
 
-    what = (
-        "a bundle of cdmpp bundle, or a .csv of operators for PyTorch to run (cdmpp finetune --tasks K without --data)"
-    )
+    what = "a bundle of cdmpp bundle, or a .csv of operators for PyTorch to run (cdmpp finetune --tasks K without --data)"
     sub.add_argument("bundle", metavar="FILE", help=what)
-    ui.add(
-        sub,
-        "device",
-        help="the bundle's device (default) or a share of it, such as h200@0.5; for operators the GPU here",
-    )
+    ui.add(sub, "device", help="the bundle's device (default) or a share of it, such as h200@0.5; for operators the GPU here")
     ui.add(sub, "out", required=True, help="dataset folder")
     ui.add(sub, "resume")
     ui.add(sub, "cache", choices=("warm", "cold"), default="warm", help="state of the L2 cache before a sample")
@@ -197,8 +191,4 @@ def _shown(report: MeasureReport, console: Console) -> Any:
     return {**values, "gpu": values.pop("facts")}
 
 
-VERBS: ui.Verbs = {
-    "profile": (_add_profile, _profile),
-    "bundle": (_add_bundle, _bundle),
-    "measure": (_add_measure, _measure),
-}
+VERBS: ui.Verbs = {"profile": (_add_profile, _profile), "bundle": (_add_bundle, _bundle), "measure": (_add_measure, _measure)}

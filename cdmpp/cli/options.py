@@ -110,9 +110,7 @@ OPTIONS = {
     "from_source": _flag("compile here, although the bundle has cubins"),
     "overlap": Option("build, load and measure one program at a time"),
     "object_cache": Option("cache of compiled programs", "DIR"),
-    "max_seconds": Option(
-        "stop after a time such as 10m (go on with --resume)", "T", "--budget", ("--max-seconds",), duration
-    ),
+    "max_seconds": Option("stop after a time such as 10m (go on with --resume)", "T", "--budget", ("--max-seconds",), duration),
     "rpc": Option("measure on boards of this TVM RPC tracker; programs are built here", "HOST:PORT"),
     "key": Option("with --rpc: the key that the boards are registered with", "KEY"),
     "ray": Option("build and measure on a Ray cluster: its head (HOST:PORT), or local", "ADDRESS|local"),

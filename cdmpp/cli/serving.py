@@ -93,8 +93,7 @@ def _show(console: Console, report: ServingReport, explain: bool) -> None:
     show_table(console, title, headings, rows)
     if explain:
         of_name = [
-            (row["name"], *(row[key] or "-" for key in ("kernel", "nearest", "on")), number(row["far"], ".2f"))
-            for row in found
+            (row["name"], *(row[key] or "-" for key in ("kernel", "nearest", "on")), number(row["far"], ".2f")) for row in found
         ]
         columns = ("<operator", "?<likely kernel", "<nearest measured", "<on", "far")
         show_table(console, "nearest operators measured, how far in standard deviations", columns, of_name)

@@ -18,9 +18,7 @@ CODEGEN_FILE = "codegen.parquet"
 #: (program hash, :func:`~cdmpp.program.codegen.core.counts_key` of the device) -> counts, float32 (len(CODEGEN_FEATURES),).
 Counts = dict[tuple[str, str], NDArray[np.float32]]
 
-_SCHEMA = pa.schema(
-    [("program", pa.string()), ("code", pa.string()), *((name, pa.float32()) for name in CODEGEN_FEATURES)]
-)
+_SCHEMA = pa.schema([("program", pa.string()), ("code", pa.string()), *((name, pa.float32()) for name in CODEGEN_FEATURES)])
 
 
 def save_codegen(path: Path, counts: Mapping[tuple[str, str], NDArray[np.float32]]) -> None:

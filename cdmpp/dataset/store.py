@@ -188,10 +188,7 @@ class Dataset(DatasetView):
             raise DatasetError(f"{path} is a dataset already; open it to add to it")
         with raised_as(DatasetError, f"cannot make {path}"):
             path.mkdir(parents=True, exist_ok=True)
-        for name in (
-            layout.ROWS_FILE,
-            *(f"{table}.{form}" for table in layout.SCHEMAS for form in ("parquet", "jsonl")),
-        ):
+        for name in (layout.ROWS_FILE, *(f"{table}.{form}" for table in layout.SCHEMAS for form in ("parquet", "jsonl"))):
             if (path / name).exists():
                 raise DatasetError(f"{path / name} is there without a {layout.META_FILE}; choose an empty folder")
         dataset = cls(path, {**meta, "schema_version": layout.SCHEMA_VERSION, "created_at": time.time()})
@@ -461,11 +458,7 @@ def load_datasets(paths: str | Path | Sequence[str | Path]) -> DatasetView:
     for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
         if not path.is_dir():
             raise DatasetError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-        folders = (
-            [path]
-            if (path / layout.META_FILE).exists()
-            else sorted(f.parent for f in path.glob(f"*/{layout.META_FILE}"))
-        )
+        folders = [path] if (path / layout.META_FILE).exists() else sorted(f.parent for f in path.glob(f"*/{layout.META_FILE}"))
         if not folders:
             raise DatasetError(f"{path} is no dataset (no {layout.META_FILE}) and contains none")
         found.update((folder.resolve(), folder) for folder in folders)

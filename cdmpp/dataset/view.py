@@ -369,9 +369,7 @@ def check_same(one: Device, other: Device, where: str, other_where: str) -> None
     """Raise DatasetError, which names both places and what differs, unless two specifications of one name are equivalent."""
     differences = one.differences(other)
     if differences:
-        raise DatasetError(
-            f"{one.name} is not the same device in {where} and in {other_where}: {', '.join(differences)}"
-        )
+        raise DatasetError(f"{one.name} is not the same device in {where} and in {other_where}: {', '.join(differences)}")
 
 
 def unite_devices(parts: Mapping[str, Mapping[str, Device]]) -> dict[str, Device]:

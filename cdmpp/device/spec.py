@@ -279,9 +279,7 @@ _COMPUTED: dict[str, Callable[[Device], float | None]] = {
     "peak_matrix_gflops": lambda d: max(
         (p for name, p in d.peak_gflops.items() if name.endswith("_matrix") and "float4" not in name), default=None
     ),
-    "bytes_per_flop": lambda d: (
-        d.bandwidth_gb_s / p if (p := d.peak_gflops.get("float32")) and d.bandwidth_gb_s else None
-    ),
+    "bytes_per_flop": lambda d: d.bandwidth_gb_s / p if (p := d.peak_gflops.get("float32")) and d.bandwidth_gb_s else None,
     "is_nvidia": lambda d: d.vendor == "nvidia",
     "is_amd": lambda d: d.vendor == "amd",
     "compute_capability": _compute_capability,

@@ -429,9 +429,7 @@ def row_from_mapping(item: Any, where: str = "", number: int = 1) -> Device:
     for name in item:
         if name not in row_fields():
             near = difflib.get_close_matches(str(name), row_fields(), n=1, cutoff=0.6)
-            raise UnknownDeviceError(
-                f"{who}: there is no field {name}" + (f"; did you mean {near[0]}?" if near else "")
-            )
+            raise UnknownDeviceError(f"{who}: there is no field {name}" + (f"; did you mean {near[0]}?" if near else ""))
     for name in ("name", "kind"):
         if name not in item:
             raise UnknownDeviceError(f"{who}: {name} is missing")
@@ -463,9 +461,7 @@ def _value(who: str, name: str, value: Any, kind: str) -> Any:
     if not is_number(value):
         raise UnknownDeviceError(f"{who}: {name} is {value!r}, expected {low:g} to {high:g} {unit}")
     if not low <= value <= high:
-        raise UnknownDeviceError(
-            f"{who}: {name} is {value:g}, expected {low:g} to {high:g} {unit}: is the unit off by 1000?"
-        )
+        raise UnknownDeviceError(f"{who}: {name} is {value:g}, expected {low:g} to {high:g} {unit}: is the unit off by 1000?")
     if whole and value != int(value):
         raise UnknownDeviceError(f"{who}: {name} is {value:g}, expected a whole number")
     return int(value) if whole else float(value)

@@ -270,11 +270,7 @@ def _error_factors(
 
 
 def _layers(
-    source: NetworkTasks,
-    tasks: Mapping[str, TaskLatency],
-    played: Replay,
-    factor_of: Mapping[str, float] | None,
-    device: str,
+    source: NetworkTasks, tasks: Mapping[str, TaskLatency], played: Replay, factor_of: Mapping[str, float] | None, device: str
 ) -> tuple[LayerLatency, ...]:
     total = sum(time.kernel_s + time.gap_s for time in played.nodes)
     layers = []

@@ -51,12 +51,7 @@ class Replay(NamedTuple):
 
 
 def replay(
-    graph: NetworkGraph,
-    task_s: Mapping[str, FloatArray],
-    *,
-    launch_s: float = 0.0,
-    asynchronous: bool = True,
-    streams: int = 1,
+    graph: NetworkGraph, task_s: Mapping[str, FloatArray], *, launch_s: float = 0.0, asynchronous: bool = True, streams: int = 1
 ) -> Replay:
     """Replay a graph in several cases at once, such as lowest, expected and highest latencies of its tasks.
 
@@ -133,15 +128,11 @@ class _Clocks:
         inputs = {self.times[source].stream for source in node.inputs if self.times[source].kernel_s}
         return min(range(len(starts)), key=lambda stream: (starts[stream], stream not in inputs, stream))
 
-    def _skip(
-        self, body: list[GraphNode], rest: float, host: FloatArray, free: list[FloatArray], last_end: FloatArray
-    ) -> None:
+    def _skip(self, body: list[GraphNode], rest: float, host: FloatArray, free: list[FloatArray], last_end: FloatArray) -> None:
         """Advance by `rest` further runs, each as long as the last one; a negative number takes back part of the last run."""
         period = self.last_end - last_end
         self._host = self._host + rest * (self._host - host)
-        self._free = [
-            now + rest * (period if (now != then).any() else 0.0) for now, then in zip(self._free, free, strict=True)
-        ]
+        self._free = [now + rest * (period if (now != then).any() else 0.0) for now, then in zip(self._free, free, strict=True)]
         self.last_end = self.last_end + rest * period
         for node in body:
             self._ends[node.name] = np.minimum(self._ends[node.name] + rest * period, self.last_end)

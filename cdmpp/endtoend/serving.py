@@ -193,9 +193,7 @@ def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str
     )
 
 
-def _report(
-    rows: pd.DataFrame, device: Device, model: OperatorModel, name: str, dtype: str, framework: str
-) -> ServingReport:
+def _report(rows: pd.DataFrame, device: Device, model: OperatorModel, name: str, dtype: str, framework: str) -> ServingReport:
     known = rows["known"].to_numpy(dtype=bool)
     table = operator_table(rows[known])
     each, low, high = model.interval(table, device, framework)
@@ -225,9 +223,7 @@ def _report(
     if device.name in model.corrections:
         notes.append(f"{device.name}: corrected by operators that were measured on it")
     elif unmeasured := sorted(set(kinds(table)) - model.measured_on(device)):
-        notes.append(
-            f"on {device.name} these were never measured, with intervals of devices left out: {', '.join(unmeasured)}"
-        )
+        notes.append(f"on {device.name} these were never measured, with intervals of devices left out: {', '.join(unmeasured)}")
     return ServingReport(
         network=name, device=device.name, dtype=dtype, framework=framework, latency_s=_sum(seconds),
         low_s=low_s if known.any() else None, high_s=high_s if known.any() else None,

@@ -128,9 +128,7 @@ def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
         "encoder": fields["encoder"].to_json(),
         "counting_version": COUNTING_VERSION,
         "label_transform": fields["transform"].to_json(),
-        "devices": {
-            name: [None if np.isnan(v) else float(v) for v in vector] for name, vector in fields["devices"].items()
-        },
+        "devices": {name: [None if np.isnan(v) else float(v) for v in vector] for name, vector in fields["devices"].items()},
         "specs": {name: device.to_json() for name, device in fields["specs"].items()},
         "training": dict(fields["training"]),
         "corrections": {
@@ -185,9 +183,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise PredictorError(f'{path}: expected "format": "{FORMAT}"')
     if state.get("format_version") != FORMAT_VERSION:
-        raise PredictorError(
-            f"{path}: predictor format {state.get('format_version')}, this cdmpp reads {FORMAT_VERSION}"
-        )
+        raise PredictorError(f"{path}: predictor format {state.get('format_version')}, this cdmpp reads {FORMAT_VERSION}")
     return state
 
 
@@ -203,9 +199,7 @@ def _check_features(state: Mapping[str, Any], folder: Path) -> None:
     for part, known in every.items():
         names = encoder.get(f"{part}_features")
         if names != list(known) and (names or part == "device"):
-            raise FeatureMismatchError(
-                f"{folder}: trained on {part} features {names}, this cdmpp computes {list(known)}"
-            )
+            raise FeatureMismatchError(f"{folder}: trained on {part} features {names}, this cdmpp computes {list(known)}")
     counting = state.get("counting_version", 1)
     if encoder.get("code_features") and counting != COUNTING_VERSION:
         raise FeatureMismatchError(

@@ -72,9 +72,7 @@ def fit_correction(
     noise = _TASK**2 * (task[:, None] == task[None, :]) + _PROGRAM**2 * np.eye(len(rows))
     best, left, shift, alpha = STEPS[0], errors, 0.0, np.zeros(len(rows))
     before = of_task = _by_task(errors, task)
-    for step in (
-        STEPS[1:] if len(names) > 1 else ()
-    ):  # with a single task none can be left out, so nothing is shown to help
+    for step in STEPS[1:] if len(names) > 1 else ():  # with a single task none can be left out, so nothing is shown to help
         inverse = np.linalg.inv(sum((sd**2 * kernel for sd, kernel in zip(step, kernels, strict=True)), noise))
         without = left_out(inverse, errors, task)
         # MAPE weighs over-predictions more: shift the residuals to where it is least

@@ -203,9 +203,7 @@ def _collect_codegen(view: DatasetView) -> dict[tuple[str, str], NDArray[np.floa
     return counts
 
 
-def collect_asts(
-    view: DatasetView, programs: Iterable[str], progress: CountCallback | None = None
-) -> dict[str, CompactAST]:
+def collect_asts(view: DatasetView, programs: Iterable[str], progress: CountCallback | None = None) -> dict[str, CompactAST]:
     """ASTs of programs, from the datasets' ``asts.parquet`` or computed; programs that cannot be rebuilt are left out."""
     return collect_derived(view, programs, AST_FILE, compact_asts, load_asts, save_asts, progress)
 

@@ -118,9 +118,7 @@ def _check_counts(data: TrainingData, rows: NDArray[np.int64]) -> None:
     warn_of_missing_counts(coverage)
 
 
-def score(
-    data: TrainingData, rows: NDArray[np.int64], predicted_s: NDArray[np.float64], by: Sequence[str]
-) -> dict[str, Any]:
+def score(data: TrainingData, rows: NDArray[np.int64], predicted_s: NDArray[np.float64], by: Sequence[str]) -> dict[str, Any]:
     """``{"overall": metrics, "groups": ...}`` of predictions in seconds (n,) for these rows (n,) of the label table."""
     table = data.labels.iloc[rows]
     columns = (

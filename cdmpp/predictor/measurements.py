@@ -49,9 +49,7 @@ def candidates(model: OperatorModel, device: Device) -> pd.DataFrame:
     return found
 
 
-def choose(
-    kinds: FloatArray, numbers: FloatArray, n: int, select: str = "variance", seed: int = 0
-) -> NDArray[np.int64]:
+def choose(kinds: FloatArray, numbers: FloatArray, n: int, select: str = "variance", seed: int = 0) -> NDArray[np.int64]:
     """Rows of ``n`` operators to measure (all if there are fewer), given their :meth:`OperatorModel.traits`. With ``variance``
     the most informative come first. PredictorError: ``n`` below 1, or an unknown ``select``."""
     ways = get_args(Select)

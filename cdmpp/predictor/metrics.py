@@ -78,9 +78,7 @@ def evaluate_predictions(
     }
 
 
-def evaluate_groups(
-    columns: Sequence[Any], groups: Mapping[str, Sequence[Iterable[str]]]
-) -> dict[str, dict[str, Metrics]]:
+def evaluate_groups(columns: Sequence[Any], groups: Mapping[str, Sequence[Iterable[str]]]) -> dict[str, dict[str, Metrics]]:
     """Score subsets of the records: grouping (such as ``"network"``) -> group -> metrics, sorted by name. ``columns`` are the
     arguments of :func:`evaluate_predictions`. ``groups`` maps a grouping to the groups of each record, if any."""
     arrays: list[Any] = [np.asarray(column) for column in columns]

@@ -181,9 +181,7 @@ class LatencyNetwork(nn.Module):
     """Leaves, positions, mask and device -> one standardised label per program. The constructor takes the widths of an
     encoded leaf and of the parts of a :class:`~cdmpp.predictor.encoding.Context`."""
 
-    def __init__(
-        self, config: ModelConfig, leaf_dim: int, device_dim: int, pair_dim: int = 0, code_dim: int = 0
-    ) -> None:
+    def __init__(self, config: ModelConfig, leaf_dim: int, device_dim: int, pair_dim: int = 0, code_dim: int = 0) -> None:
         super().__init__()
         self.config = config
         dim = config.dim

@@ -457,9 +457,7 @@ def training_table(table: pd.DataFrame, rows: int = _ROWS, seed: int = 0) -> pd.
     if all(get_device(name).kind == "cpu" for name in set(table["device"])):
         return table.assign(framework=table["framework"].replace(TORCH, BEST)).reset_index(drop=True)
     shortest = table["seconds"].groupby([table[name] for name in ("device", "op", "framework")], observed=True)
-    hosted = (table["framework"] == TORCH_CALLS) & (
-        table["seconds"] < _HOSTED * shortest.transform("quantile", _SHORTEST)
-    )
+    hosted = (table["framework"] == TORCH_CALLS) & (table["seconds"] < _HOSTED * shortest.transform("quantile", _SHORTEST))
     of_torch, norm = table["framework"] == TORCH, (table["op"] == "rmsnorm") & (table["dtype"] != "float32")
     single = (table["op"] == "attention") & ((table["longest"] <= 1) | ((table["head_dim"] > _LONGEST_HEAD) & of_torch))
     table = table.assign(framework=table["framework"].where(table["framework"].isin(FRAMEWORKS), TORCH))
@@ -586,9 +584,7 @@ def train_solvers(
     return fit_solvers(encoded, np.log(seconds / estimate[:, None]), names, seed)
 
 
-def solver_times(
-    table: pd.DataFrame, rows: int = _SOLVER_ROWS, seed: int = 0
-) -> tuple[pd.DataFrame, FloatArray, list[str]]:
+def solver_times(table: pd.DataFrame, rows: int = _SOLVER_ROWS, seed: int = 0) -> tuple[pd.DataFrame, FloatArray, list[str]]:
     """Select convolutions on devices, at most ``rows`` of a device, data type and direction; with the seconds of each solver,
     (n, solvers), NaN where it did not run, and the solvers' names. Raises PredictorError if the table has none."""
     table = table[(table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)].reset_index(drop=True)
@@ -606,9 +602,7 @@ def solver_times(
     return drawn.reset_index(drop=True), seconds[drawn.index], names.tolist()
 
 
-def with_what_was_measured(
-    model: OperatorModel, table: pd.DataFrame, learned: pd.DataFrame, seed: int = 0
-) -> OperatorModel:
+def with_what_was_measured(model: OperatorModel, table: pd.DataFrame, learned: pd.DataFrame, seed: int = 0) -> OperatorModel:
     """Add to a model the solvers of a table of all measurements, if any, and some of the operators that it ``learned`` from."""
     solvers = None
     if ((table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)).any():

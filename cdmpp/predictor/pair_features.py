@@ -603,18 +603,14 @@ def code_rows(
     return rows
 
 
-def _code_of(
-    counts: FloatArray, view: ProgramView, memory: FloatArray, references_s: FloatArray, device: Device
-) -> CodeRows:
+def _code_of(counts: FloatArray, view: ProgramView, memory: FloatArray, references_s: FloatArray, device: Device) -> CodeRows:
     program, loops = np.split(counts, [-LOOPS * len(LOOP_FEATURES)], axis=1)
     of = {key: counts[:, CODEGEN_FEATURES.index(key)] for key in (*CYCLE_FEATURES, *(f"run_{kind}" for kind in KINDS))}
     # counts are those of a single thread: several share the work in rounds
     share = np.ceil(view.parallel / _cores(device)) / view.parallel
     ns_per_cycle = share * 1e3 / (device.working_mhz or 2500.0)
     ns: dict[str, NDArray[np.floating]] = {
-        name: of[name.replace("_ns", "_cycles")] * ns_per_cycle
-        for name in TIME_FEATURES
-        if not name.startswith("beyond")
+        name: of[name.replace("_ns", "_cycles")] * ns_per_cycle for name in TIME_FEATURES if not name.startswith("beyond")
     }
     for level, capacity in (("l2", device.l2_kb), ("l3", device.l3_kb)):
         kb = max((kb for kb in CACHE_KB if kb <= (capacity or 1024)), default=CACHE_KB[0])

@@ -194,9 +194,7 @@ class Predictor:
         low, high = self.predict_pairs(pairs, arrays) * np.exp(ends[:, None] * self.difficulty(pairs, arrays))
         return (low, high) if many else (float(low[0]), float(high[0]))
 
-    def calibration_of(
-        self, evidence: Evidence = NO_EVIDENCE, device: str | Device | None = None
-    ) -> Calibration | None:
+    def calibration_of(self, evidence: Evidence = NO_EVIDENCE, device: str | Device | None = None) -> Calibration | None:
         """The calibration of predictions that use this kind of evidence (adapted to a ``device``); None if there is none."""
         known = self.calibration if evidence.code is None else self.compiled_calibration
         if evidence.elsewhere is not None:
@@ -212,9 +210,7 @@ class Predictor:
 
     def difficulty_inputs(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
         """Features from which the expected error of each prediction is estimated, float64 (n, d)."""
-        return np.concatenate(
-            correction_inputs(self.network, self._encoded(pairs) if arrays is None else arrays), axis=1
-        )
+        return np.concatenate(correction_inputs(self.network, self._encoded(pairs) if arrays is None else arrays), axis=1)
 
     def unfamiliar(self, programs: Any, device: str | Device) -> Any:
         """Whether programs on a device are far from the training data (:mod:`cdmpp.predictor.uncertainty`): a bool for one

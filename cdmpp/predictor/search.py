@@ -186,9 +186,7 @@ def _open_study(
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)  # it was interrupted
     # the sampler's state is not stored: with the same seed, a resumed search would draw its first trials again
-    study.sampler = optuna.samplers.TPESampler(
-        seed=config.train.seed + len(study.trials), n_startup_trials=_RANDOM_TRIALS
-    )
+    study.sampler = optuna.samplers.TPESampler(seed=config.train.seed + len(study.trials), n_startup_trials=_RANDOM_TRIALS)
     if not study.trials:
         start = config if model == "ours" else baselines.make_model(**trial_options(config, model, {}))
         study.enqueue_trial(own_values(start, space))
@@ -196,12 +194,7 @@ def _open_study(
 
 
 def _run_trial(
-    study: optuna.Study,
-    space: dict[str, BaseDistribution],
-    config: Config,
-    model: str,
-    data: TrainingData,
-    split: Split,
+    study: optuna.Study, space: dict[str, BaseDistribution], config: Config, model: str, data: TrainingData, split: Split
 ) -> int:
     """Draw values, fit and judge the model, and return the trial's number."""
     import optuna
@@ -266,9 +259,8 @@ def _write(
         return SearchResult(summary, {})
     options = trial_options(config, model, best["values"])
     compiled = best["valid_mape_compiled"]
-    found = (
-        f"found by cdmpp search: trial {best['trial']} of {len(lines)}, validation MAPE {best['valid_mape']:.4f}"
-        + ("" if compiled is None else f", with compiled code {compiled:.4f}")
+    found = f"found by cdmpp search: trial {best['trial']} of {len(lines)}, validation MAPE {best['valid_mape']:.4f}" + (
+        "" if compiled is None else f", with compiled code {compiled:.4f}"
     )
     if model == "ours":
         text = f"# F{found[1:]}.\n" + dump_config(config_from_dict(options["config"]))

@@ -45,9 +45,7 @@ class SolverModel:
         return logs, 1 / (1 + np.exp(-runs))
 
 
-def fit_solvers(
-    rows: NDArray[np.float32], logs: NDArray[np.float64], names: Sequence[str], seed: int = 0
-) -> SolverModel:
+def fit_solvers(rows: NDArray[np.float32], logs: NDArray[np.float64], names: Sequence[str], seed: int = 0) -> SolverModel:
     """Fit a model to log(seconds / estimate), (n, solvers), NaN where a solver did not run."""
     mean, std = rows.mean(0), rows.std(0)
     std = np.where(std > 1e-4, std, 1e6).astype(np.float32)
@@ -57,9 +55,7 @@ def fit_solvers(
     def loss(found: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         slower, runs = found.chunk(2, dim=1)
         off = nn.functional.huber_loss(slower, labels[at], reduction="none", delta=0.2) * measured[at]
-        return off.sum() / measured[at].sum() + _RUNS * nn.functional.binary_cross_entropy_with_logits(
-            runs, measured[at]
-        )
+        return off.sum() / measured[at].sum() + _RUNS * nn.functional.binary_cross_entropy_with_logits(runs, measured[at])
 
     scaled = standardised(rows, mean, std)
     epochs = max(_EPOCHS, _STEPS // max(1, len(rows) // _BATCH))
@@ -74,9 +70,7 @@ def standardised(rows: NDArray[np.float32], mean: NDArray[np.float32], std: NDAr
 
 def network_of(inputs: int, width: int, outputs: int = 1) -> nn.Sequential:
     """A network of three linear layers."""
-    return nn.Sequential(
-        nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, outputs)
-    )
+    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, outputs))
 
 
 def fit_network(

@@ -101,9 +101,7 @@ class Trainer:
         if config.train.precision == "bf16" and not _has_bf16(self._where):
             raise PredictorError(f"train.precision is bf16, which this {self._where.type} has no arithmetic for")
         with seeded(config.train.seed):
-            self.network: nn.Module = (
-                LatencyNetwork(config.model, *train.widths) if make_network is None else make_network()
-            )
+            self.network: nn.Module = LatencyNetwork(config.model, *train.widths) if make_network is None else make_network()
         self.network.to(self._where)
         self._general_part = config.model.general_part
         self._max_seconds, self._started = max_seconds, time.perf_counter()
@@ -309,8 +307,7 @@ def _codegen_targets(counts: NDArray[np.float32] | None) -> torch.Tensor | None:
     if no program has any. How often instructions run is left out: it follows from the program's extents, which the AST has."""
     if counts is None or np.isnan(counts).all():
         logger.warning(
-            "the training programs have no instruction counts, so the network does not learn them: "
-            "cdmpp codegen DIR makes them"
+            "the training programs have no instruction counts, so the network does not learn them: cdmpp codegen DIR makes them"
         )
         return None
     logs = np.log1p(counts[:, : len(STATIC_FEATURES)])

@@ -192,8 +192,7 @@ class Calibration:
         scores = np.abs(errors - middle)
         where = np.asarray(list(device))
         every = {
-            str(name): ScoreDistribution.fit(scores[where == name], units[where == name].tolist())
-            for name in np.unique(where)
+            str(name): ScoreDistribution.fit(scores[where == name], units[where == name].tolist()) for name in np.unique(where)
         }
         devices = {name: scored for name, scored in every.items() if scored.units >= MIN_UNITS}
         return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices, difficulty, middle)
@@ -373,9 +372,7 @@ class Familiarity:
         centres = np.asarray(clusters.cluster_centers_, dtype=np.float32)
         return cls(centres, float(np.quantile(_distance_to_nearest(valid, centres), FAMILIAR_QUANTILE)))
 
-    def unfamiliar(
-        self, encoder: FeatureEncoder, asts: Sequence[CompactAST], device: NDArray[np.float64]
-    ) -> NDArray[np.bool_]:
+    def unfamiliar(self, encoder: FeatureEncoder, asts: Sequence[CompactAST], device: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Whether each program is unfamiliar on the device with these raw features, bool (n,)."""
         if not asts:
             return np.zeros(0, dtype=bool)
@@ -391,9 +388,7 @@ class Familiarity:
         return {"familiarity.centres": self.centres}
 
     @classmethod
-    def from_arrays(
-        cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], encoder: FeatureEncoder
-    ) -> Familiarity:
+    def from_arrays(cls, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], encoder: FeatureEncoder) -> Familiarity:
         """Rebuild from :meth:`to_json` and :meth:`to_arrays`; KeyError or PredictorError if they do not fit."""
         centres = np.asarray(arrays["familiarity.centres"], dtype=np.float32)
         width = encoder.leaf_dim + 1 + encoder.device_dim
@@ -402,9 +397,7 @@ class Familiarity:
         return cls(centres, float(state["threshold"]))
 
 
-def describe_pairs(
-    encoder: FeatureEncoder, asts: Sequence[CompactAST], devices: NDArray[np.float64]
-) -> NDArray[np.float32]:
+def describe_pairs(encoder: FeatureEncoder, asts: Sequence[CompactAST], devices: NDArray[np.float64]) -> NDArray[np.float32]:
     """Describe n programs, given the raw features of the device of each, by mean encoded leaf, log of the number of leaves,
     and encoded device, float32 (n, leaf_dim + 1 + device_dim)."""
     lengths = np.asarray([ast.leaves.shape[0] for ast in asts])
@@ -442,6 +435,4 @@ def _novel(encoder: FeatureEncoder, asts: Sequence[CompactAST]) -> NDArray[np.bo
     """Whether a leaf of each program differs from training in a feature that was constant there, bool (n,)."""
     constant = ~encoder.leaf.active
     expected = encoder.leaf.mean[constant]
-    return np.asarray(
-        [bool((np.abs(signed_log1p(ast.leaves[:, constant]) - expected) > _NOVEL_LOG).any()) for ast in asts]
-    )
+    return np.asarray([bool((np.abs(signed_log1p(ast.leaves[:, constant]) - expected) > _NOVEL_LOG).any()) for ast in asts])

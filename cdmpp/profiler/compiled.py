@@ -56,9 +56,7 @@ def compile_programs(
             plan.learn(program, None)
         watch: dict[str, Any] = {"max_seconds": config.max_seconds, "progress": progress, "notify": notify}
         settings, packages = {"target": dict(cpu.target)}, ("apache-tvm", "apache-tvm-ffi")
-        session = Session(
-            dataset, cpu.name, settings, families, packages, known=plan.known, total=lambda: plan.total, **watch
-        )
+        session = Session(dataset, cpu.name, settings, families, packages, known=plan.known, total=lambda: plan.total, **watch)
 
         def keep(outcome: Outcome) -> None:
             plan.done(outcome)
@@ -70,10 +68,7 @@ def compile_programs(
 
 
 def collect_codegen(
-    folder: str | Path,
-    config: ProfileConfig,
-    progress: Callable[[int, int], None] | None = None,
-    cpus: Sequence[Device] = (),
+    folder: str | Path, config: ProfileConfig, progress: Callable[[int, int], None] | None = None, cpus: Sequence[Device] = ()
 ) -> Counts:
     """Compile the programs of a dataset that have a label on a CPU and no counts yet, and count their instructions. Programs
     with any label, and those without any record, are also compiled for ``cpus``, on which nothing need be measured.
@@ -123,12 +118,7 @@ def _counts_in(folder: str | Path) -> Counts:
 
 
 def _compiled(
-    cpu: Device,
-    jobs: Iterator[Any],
-    config: ProfileConfig,
-    file: Path,
-    counts: Counts,
-    executor: Executor | None = None,
+    cpu: Device, jobs: Iterator[Any], config: ProfileConfig, file: Path, counts: Counts, executor: Executor | None = None
 ) -> Generator[Outcome]:
     """Compile jobs and add their counts to `counts`; the file is written every few hundred programs, and at the end."""
     folder = config.work_folder() if executor is None else None

@@ -122,9 +122,7 @@ class Arguments:
 class LoadedProgram:
     """A program ready to run, with its samples so far."""
 
-    def __init__(
-        self, built: SharedObject, arguments: Arguments, plan: engine.SamplingPlan, sentinel: Sentinel
-    ) -> None:
+    def __init__(self, built: SharedObject, arguments: Arguments, plan: engine.SamplingPlan, sentinel: Sentinel) -> None:
         self.hash, self.plan, self.sentinel = built.program, plan, sentinel
         self.best_s = built.best_s
         self.args = arguments.get(built.args)
@@ -251,9 +249,7 @@ def measure_batch(
             )
 
 
-def measure_worker(
-    connection: Connection, config: CpuConfig, cores: tuple[int, ...], sentinel: SharedObject | None
-) -> None:
+def measure_worker(connection: Connection, config: CpuConfig, cores: tuple[int, ...], sentinel: SharedObject | None) -> None:
     """Measure list after list of :class:`SharedObject` on `cores`, with a thread on each (runs in its own process)."""
     machine.die_with_parent()
     machine.pin(cores)
@@ -379,9 +375,7 @@ def sentinel_job() -> engine.BuildJob:
 class ObjectBuilder:
     """Compiles jobs to shared objects in a folder (None: one of its own), and counts their instructions if `cpu` is given."""
 
-    def __init__(
-        self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig, cpu: Device | None = None
-    ) -> None:
+    def __init__(self, target: Mapping[str, Any], folder: Path | None, config: CpuConfig, cpu: Device | None = None) -> None:
         from cdmpp.program.codegen import ObjectCache
         from cdmpp.program.codegen.core import core_name, core_of
 

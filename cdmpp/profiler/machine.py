@@ -137,9 +137,7 @@ class Worker:
     #: The node of a cluster that it runs on; "" for this machine.
     node = ""
 
-    def __init__(
-        self, target: Callable[..., None], args: tuple[Any, ...], name: str, *, of_cpu_time: bool = False
-    ) -> None:
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str, *, of_cpu_time: bool = False) -> None:
         self.name, self._of_cpu_time = name, of_cpu_time
         self._target, self._args = target, args
         self._process: Any = None

@@ -65,13 +65,7 @@ class TaskPlan:
     are mutants of the fastest measured so far (the region that a tuner visits). A task with small spaces gives fewer."""
 
     def __init__(
-        self,
-        tasks: Sequence[Task],
-        programs_per_task: int,
-        *,
-        search_fraction: float = 0.25,
-        num_cores: int = 1,
-        seed: int = 0,
+        self, tasks: Sequence[Task], programs_per_task: int, *, search_fraction: float = 0.25, num_cores: int = 1, seed: int = 0
     ) -> None:
         self.tasks = list(tasks)
         # So that an interrupted collection holds a fair sample of the networks.

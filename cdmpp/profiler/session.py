@@ -129,8 +129,7 @@ class Session:
         }
         meta = dataset.meta
         dataset.update_meta(
-            sessions=[*meta.get("sessions", []), entry],
-            network_families={**meta.get("network_families", {}), **families},
+            sessions=[*meta.get("sessions", []), entry], network_families={**meta.get("network_families", {}), **families}
         )
         self._started = time.perf_counter()
 

@@ -94,9 +94,7 @@ def table_of(calls: Sequence[Call]) -> pd.DataFrame:
     """A row of sizes for each call, in float32, with ``weight_bytes``, ``known`` and the ATen name (``kernel``). Products are
     named ``linear`` or ``bmm`` where these run the same kernel."""
     same = {"mm": "linear", "addmm": "linear", "baddbmm": "bmm"}
-    rows = (
-        {"kernel": same.get(c.name, c.name), "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes} for c in calls
-    )
+    rows = ({"kernel": same.get(c.name, c.name), "known": c.known, "weight_bytes": c.weight_bytes, **c.sizes} for c in calls)
     return operator_table({"dtype": "float32", **row} for row in rows)
 
 

@@ -261,10 +261,7 @@ def kernel_tuner_convolution(
                     y, x = place(axes)
                     value = (shared if use_shmem else image)[y + fi, x + fj] * weights[fi, fj]
                     T.buffer_store(sums, sums[tuple(axes)] + value, axes)
-            with (
-                loops(tile_size_y, tile_size_x) as (yi, xi),
-                block("out", result(yi, xi), where=inside(yi, xi)) as axes,
-            ):
+            with loops(tile_size_y, tile_size_x) as (yi, xi), block("out", result(yi, xi), where=inside(yi, xi)) as axes:
                 T.buffer_store(out, sums[tuple(axes)], list(place(axes)))
     return made()
 
@@ -302,9 +299,7 @@ def kernel_tuner_dedispersion(
     blocks_x, blocks_y = -(-samples // span_x), -(-measures // span_y)
     unroll = max(1, loop_unroll_factor_channel)
     opened = function(
-        signal=((channels, samples + max_shift), "uint8"),
-        shifts=((channels,), "float32"),
-        out=((measures, samples), "float32"),
+        signal=((channels, samples + max_shift), "uint8"), shifts=((channels,), "float32"), out=((measures, samples), "float32")
     )
     with opened as ((signal, shifts, out), made):
         inner = (tile_size_y, block_size_y) if tile_stride_y else (block_size_y, tile_size_y)

@@ -108,9 +108,7 @@ class Decoder:
         wide = 3 * self.hidden * ((self.layers - self.dense) * columns + self.dense * self.dense_intermediate)
         return self.layers * attending + wide + self.weights_in_16_bits()
 
-    def memory_bytes(
-        self, dtype: str, kv_dtype: str, batch: int, tokens: int, new: int, tp: int = 1
-    ) -> dict[str, float]:
+    def memory_bytes(self, dtype: str, kv_dtype: str, batch: int, tokens: int, new: int, tp: int = 1) -> dict[str, float]:
         """Bytes on one of ``tp`` ranks: weights, keys and values of ``tokens`` of each sequence, and activations of ``new``."""
         in_16_bits = self.weights_in_16_bits()
         weights = (self.weights() - in_16_bits) * ELEMENT_BYTES[dtype] + in_16_bits * 2

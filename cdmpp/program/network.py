@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 _VARIANT = re.compile(r"(?P<base>.*)@(?=[sb])(?:s(?P<size>[0-9]+))?(?:b(?P<batch>[0-9]+))?")
 #: How the messages of the front ends list the operators that they do not know.
-_UNSUPPORTED = re.compile(
-    r"(?:operators are not supported for frontend ONNX: *|Unsupported function types? \[)([^\n\]]*)"
-)
+_UNSUPPORTED = re.compile(r"(?:operators are not supported for frontend ONNX: *|Unsupported function types? \[)([^\n\]]*)")
 _ENVIRONMENT = threading.Lock()
 
 
@@ -81,8 +79,7 @@ class Network:
     def from_torch(module: nn.Module, args: Sequence[Any], name: str = "network") -> Network:
         """A network from a torch module and example inputs (tensors), which fix the shapes."""
         inputs = tuple(
-            TensorSpec(f"x{index}", tuple(arg.shape), str(arg.dtype).removeprefix("torch."))
-            for index, arg in enumerate(args)
+            TensorSpec(f"x{index}", tuple(arg.shape), str(arg.dtype).removeprefix("torch.")) for index, arg in enumerate(args)
         )
         kind = type(module).__name__
         return Network(name, "user", inputs, "torch", kind, exporter=lambda _: _export(name, module, args))
@@ -341,9 +338,7 @@ def _fixed(
         text = "x".join(str(extent or "?") for extent in shape)
         if item.name in shapes:
             given = tuple(int(extent) for extent in shapes[item.name])
-            if len(given) != len(shape) or any(
-                new < 1 or old not in (0, new) for old, new in zip(shape, given, strict=True)
-            ):
+            if len(given) != len(shape) or any(new < 1 or old not in (0, new) for old, new in zip(shape, given, strict=True)):
                 raise NetworkError(f"{name}: shape {given} does not fit input {item.name} of shape {text}")
             shape = given
         elif shape[:1] == (0,):
@@ -561,9 +556,7 @@ _PACKED_CALLS = ("tirx.tvm_call_packed", "tirx.tvm_call_cpacked", "tirx.call_ext
 Progress = Callable[[str, int, int], None]
 
 
-def extract_tasks(
-    networks: Iterable[Network | str], target: Any = None, progress: Progress | None = None
-) -> list[Task]:
+def extract_tasks(networks: Iterable[Network | str], target: Any = None, progress: Progress | None = None) -> list[Task]:
     """The tasks of networks (or of what :func:`cdmpp.program.network.load_network` takes), one per structural hash, in the
     order of first occurrence. Their ``networks`` say how often each network runs them.
 

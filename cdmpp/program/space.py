@@ -111,9 +111,7 @@ class TaskSpaces:
     (MetaSchedule's ``VerifyGPUCode``). Without it, programs that can and cannot run are drawn; a validity model learns from
     both. ProgramError: the rule set is unknown or TVM cannot make a space of the task."""
 
-    def __init__(
-        self, task: Task, rule: str = "llvm", num_cores: int = 1, *, verify: bool = True, **options: Any
-    ) -> None:
+    def __init__(self, task: Task, rule: str = "llvm", num_cores: int = 1, *, verify: bool = True, **options: Any) -> None:
         if rule not in ("llvm", "cuda"):
             raise ProgramError(f"unknown rule set {rule!r}: expected 'llvm' or 'cuda'")
         tvm = import_tvm()

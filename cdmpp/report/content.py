@@ -177,8 +177,7 @@ def _groups(
     noise, floor = records["noise"], records["error_floor"]
     metrics = {**scores["groups"], **evaluate_groups((label_s, predicted_s, tasks, devices, noise, floor), further)}
     found = {
-        grouping: _worst(metrics[grouping], predicted_s / label_s, names)
-        for grouping, names in {**members, **further}.items()
+        grouping: _worst(metrics[grouping], predicted_s / label_s, names) for grouping, names in {**members, **further}.items()
     }
     sizes: dict[str, list[Row]] = {}
     for row in found["network"]:

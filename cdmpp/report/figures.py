@@ -188,9 +188,7 @@ def _panel(title: str, xlabel: str, ylabel: str) -> Axes:
     try:
         from matplotlib.figure import Figure
     except ImportError as err:
-        raise PredictorError(
-            "a report draws with matplotlib, which is not installed: pip install 'cdmpp[report]'"
-        ) from err
+        raise PredictorError("a report draws with matplotlib, which is not installed: pip install 'cdmpp[report]'") from err
     axes = Figure(figsize=(5.4, 4.3), layout="constrained").subplots()
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axes.grid(color="#eeeeee")

@@ -600,9 +600,7 @@ class DecisionSearch:
             if genes not in self._features:
                 self._features[genes] = _Space.features(genes[1])
         widths: dict[int, int] = dict.fromkeys(range(len(self._spaces)), 0)
-        widths.update(
-            (number, len(self._features[number, d])) for number, d in self._hashes if (number, d) in self._features
-        )
+        widths.update((number, len(self._features[number, d])) for number, d in self._hashes if (number, d) in self._features)
         starts = np.cumsum([1, *widths.values()])
         rows = np.full((len(wanted), starts[-1]), np.nan)
         for row, genes in zip(rows, wanted, strict=True):

@@ -340,9 +340,7 @@ class OnlineModel:
         """Number of a task in the records; -1 for a task that has none."""
         return self._tasks.get(task, -1)
 
-    def learn(
-        self, task: str, hashes: Sequence[str], programs: Encoded, latency_s: Sequence[float] | FloatArray
-    ) -> None:
+    def learn(self, task: str, hashes: Sequence[str], programs: Encoded, latency_s: Sequence[float] | FloatArray) -> None:
         """Add measurements of one task, finite and above 0 (else PredictorError); call :meth:`fit` after the last."""
         labels = np.asarray(latency_s, dtype=np.float64)
         if not (np.isfinite(labels) & (labels > 0)).all():
@@ -393,9 +391,7 @@ class CostModel(PyCostModel):
 
         self.device = get_device(device)
         self.model = OnlineModel(
-            AnalyticalPrior(self.device)
-            if predictor is None
-            else PredictorPrior(load_predictor(predictor), self.device)
+            AnalyticalPrior(self.device) if predictor is None else PredictorPrior(load_predictor(predictor), self.device)
         )
         #: Network outputs of the programs predicted so far.
         self.cache = CandidateCache(self._encode_asts, _CACHED)

@@ -199,12 +199,7 @@ def _compile(module: Any, target: Any, path: Path) -> str:
 
 
 def _serve(
-    connection: Connection,
-    modules: Mapping[str, str],
-    data: str,
-    cores: tuple[int, ...],
-    plan: SamplingPlan,
-    realtime: bool,
+    connection: Connection, modules: Mapping[str, str], data: str, cores: tuple[int, ...], plan: SamplingPlan, realtime: bool
 ) -> None:
     """Run networks and send their latencies, or the reason why there are none (runs in its own process)."""
     machine.die_with_parent()

@@ -157,9 +157,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as err:
-        raise TunerError(
-            f"cannot write {path}: {reason(err)}; what was measured before is kept: go on with --resume"
-        ) from err
+        raise TunerError(f"cannot write {path}: {reason(err)}; what was measured before is kept: go on with --resume") from err
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -202,9 +200,7 @@ def json_database(folder: Path) -> Any:
             return ms.database.JSONDatabase(work_dir=str(folder))
     except Exception as err:  # TVM raises its own error types
         said = "(written by another TVM, or damaged)"
-        raise TunerError(
-            f"{folder} holds no database that TVM {tvm_version()} reads {said}: {last_line(err)[:200]}"
-        ) from err
+        raise TunerError(f"{folder} holds no database that TVM {tvm_version()} reads {said}: {last_line(err)[:200]}") from err
 
 
 def replayed(dataset: Any, programs: Sequence[str], tuners: Mapping[str, TaskTuner]) -> Iterator[Candidate]:

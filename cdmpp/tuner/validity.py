@@ -308,9 +308,7 @@ class OnlineValidity:
         return self.model.log_odds(features)
 
 
-def initial_population(
-    z: Features, p_valid: FloatArray, n: int, *, log_s: FloatArray | None = None, seed: int = 0
-) -> IntArray:
+def initial_population(z: Features, p_valid: FloatArray, n: int, *, log_s: FloatArray | None = None, seed: int = 0) -> IntArray:
     """Choose `n` of many random programs to begin a search with, as row indices, int64 (min(n, m),). Of the programs that are
     likely valid it takes the fraction with the lowest predicted latency, and of these the nearest to the centres of `n`
     clusters, which represent the others; programs farthest from each other would be outliers. If fewer than `n` are likely

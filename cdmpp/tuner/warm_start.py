@@ -44,11 +44,7 @@ class _Earlier:
 
 
 def warm_start(
-    paths: Sequence[str | Path],
-    tuners: Mapping[str, TaskTuner],
-    device: Device,
-    cost_model: Any,
-    say: Callable[[str], None],
+    paths: Sequence[str | Path], tuners: Mapping[str, TaskTuner], device: Device, cost_model: Any, say: Callable[[str], None]
 ) -> tuple[dict[str, list[Candidate]], int]:
     """Train a cost model on earlier records, and choose the programs to measure first. `paths` are dataset folders (or folders
     of them), tuning folders, folders of a MetaSchedule JSON database, or :data:`AUTO`; `tuners` are by their task's hash.
@@ -146,9 +142,7 @@ def kept_programs(tuners: Mapping[str, TaskTuner], device: Device, say: Callable
                 continue
             yield _Earlier(candidate, float(entry["latency_s"]), here)
     if others or lost:
-        say(
-            f"kept tunings: {others} files of another TVM (or damaged) and {lost} programs that do not replay passed over"
-        )
+        say(f"kept tunings: {others} files of another TVM (or damaged) and {lost} programs that do not replay passed over")
 
 
 def nearest_device(name: str, vectors: Mapping[str, NDArray[np.float64]]) -> str:

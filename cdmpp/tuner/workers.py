@@ -55,9 +55,7 @@ def worker_cores(device: Device, shards: int | str, elsewhere: int | None = None
         raise TunerError(f"one worker at least, got {number} shards")
     asked = number * device.share
     if asked > there + _ROUNDING:
-        too_many = (
-            f"are {asked:g} times what there is" if gpu else f"need {asked:g} cores, this process may use {len(cores)}"
-        )
+        too_many = f"are {asked:g} times what there is" if gpu else f"need {asked:g} cores, this process may use {len(cores)}"
         fits = int(1000 / number) / 1000 if gpu else len(cores) // number
         smaller = f", or tune for a smaller share: {device.base}@{fits:g}" if fits else ""
         raise TunerError(f"{number} shards of {device.name} {too_many}: take fewer shards{smaller}")

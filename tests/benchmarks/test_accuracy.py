@@ -51,9 +51,7 @@ def test_latencies_elsewhere_take_one_constant_a_device() -> None:
     labels = pd.DataFrame(rows, columns=["program", "device", "latency_s"])
     data = TrainingData(labels, {}, {}, {}, {})
     found = elsewhere_s(data, "new", np.array([2]), np.array([6, 7, 8]))
-    assert found[:2] == pytest.approx([6.0, 10.0]) and np.isnan(found[2]), (
-        "twice d1, half of d2; labels are not looked at"
-    )
+    assert found[:2] == pytest.approx([6.0, 10.0]) and np.isnan(found[2]), "twice d1, half of d2; labels are not looked at"
 
 
 @pytest.mark.parametrize(

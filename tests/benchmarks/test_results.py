@@ -82,14 +82,11 @@ def test_the_readme_is_short_and_its_tables_too() -> None:
     assert "<!-- demo output -->" in text and "<!-- end demo output -->" in text
 
 
-def test_the_number_of_devices_is_the_tables() -> None:
+def test_links_lead_somewhere_and_the_number_of_devices_is_the_tables() -> None:
     count = len(yaml.safe_load((common.REPOSITORY / "cdmpp/device/table.yaml").read_text(encoding="utf-8")))
     for path in (README, common.REPOSITORY / "docs/devices.md"):
         said = re.findall(r"`devices` \(\d+ of them|lists \d+ devices", path.read_text(encoding="utf-8"))
         assert len(said) == 1 and int(re.sub(r"\D", "", said[0])) == count, path
-
-
-def test_links_lead_somewhere() -> None:
     for path in (README, *(common.REPOSITORY / "docs").glob("*.md")):
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             assert "://" in link or (path.parent / link).exists(), f"{path}: {link}"

@@ -64,9 +64,7 @@ def test_what_was_compiled_before_is_counted_where_it_lies(tmp_path: Path) -> No
     assert compiled[first].tolist() != compiled[second].tolist(), "the two must differ"
     # the second one's object under the first one's name shows which is read; what is not kept is compiled
     cache = ObjectCache(tmp_path / "objects", device.target)
-    compile_to_shared_object(
-        Rebuilder()(jobs[1].program, jobs[1].task, jobs[1].space), dict(device.target), tmp_path / "p.so"
-    )
+    compile_to_shared_object(Rebuilder()(jobs[1].program, jobs[1].task, jobs[1].space), dict(device.target), tmp_path / "p.so")
     cache.keep(first[0], tmp_path / "p.so")
     assert collect_codegen(tmp_path / "kept", replace(CONFIG, build_timeout_s=1e-3)) == {}, "given up"
     found = collect_codegen(tmp_path / "kept", replace(CONFIG, object_cache=str(tmp_path / "objects")))

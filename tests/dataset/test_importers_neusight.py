@@ -137,12 +137,9 @@ def test_n_is_the_reduction(dataset: Dataset, number: int, reduction: int) -> No
     assert int(func.params[-1].shape[-1]) == ROWS[number]["K"]
 
 
-def test_equal_shapes_are_one_program_with_several_records(dataset: Dataset) -> None:
+def test_equal_shapes_are_one_program_and_tasks_are_stored_by_their_dimensions(dataset: Dataset) -> None:
     assert row_of(dataset, 1)[0].program == row_of(dataset, 2)[0].program
     assert dataset.labels(["t4"])["n_records"].tolist() == [2]
-
-
-def test_tasks_are_stored_by_their_dimensions(dataset: Dataset) -> None:
     for task in dataset.tasks.values():
         assert len(task.tir_json) < 200
         ast = compact_ast(rebuild(dataset.programs[task.hash], task, None))
@@ -243,9 +240,7 @@ COPY = ("kernel", [("memory", {"elements": 1024, "inputs": 1})])
         ("getitem", "getitem", [["MEM", ((1,), SHAPE)]], [(1,)], "", ("view", [])),
     ],
 )
-def test_copies_follow_transpositions_only(
-    name: str, operator: str, ops: Any, inputs: Any, before: str, expected: Any
-) -> None:
+def test_copies_follow_transpositions_only(name: str, operator: str, ops: Any, inputs: Any, before: str, expected: Any) -> None:
     assert forward_calls(name, operator, ops, inputs, SHAPE, before) == expected
 
 

@@ -47,8 +47,7 @@ def labelled(draw: st.DrawFn) -> Data:
     names = [f"net{i}{suffix}" for i in range(draw(st.integers(2, 8))) for suffix in ("", "@b4")]
     n_tasks = draw(st.integers(3, 25))
     networks = {
-        f"t{i}": tuple(draw(st.lists(st.sampled_from(names), min_size=0, max_size=3, unique=True)))
-        for i in range(n_tasks)
+        f"t{i}": tuple(draw(st.lists(st.sampled_from(names), min_size=0, max_size=3, unique=True))) for i in range(n_tasks)
     }
     rows = []
     for name in networks:
@@ -232,9 +231,7 @@ def test_what_is_no_split_is_refused(text: str) -> None:
          "task t1 of held-out network a is in train"),
     ],
 )  # fmt: skip
-def test_rows_that_a_split_may_not_have_are_refused(
-    spec: str, change: Callable[[Split], dict[str, Any]], message: str
-) -> None:
+def test_rows_that_a_split_may_not_have_are_refused(spec: str, change: Callable[[Split], dict[str, Any]], message: str) -> None:
     labels = one_each(6, *(("d1", "d2", "d3") if "device" in spec else ()))
     split = Split.parse(spec, labels, SHARED)
     split.check_disjoint(labels, SHARED)

@@ -154,9 +154,7 @@ def test_a_full_disk_while_finalizing_leaves_everything_as_it_was(tmp_path: Path
     assert n_records(tmp_path / "d") == 6
 
 
-def test_a_disk_that_fills_ends_profiling_with_one_line_and_keeps_what_was_measured(
-    medium: Callable[[str], Path],
-) -> None:
+def test_a_disk_that_fills_ends_profiling_with_one_line_and_keeps_what_was_measured(medium: Callable[[str], Path]) -> None:
     path = medium("size=8m") / "d"
     with Dataset.create(path) as dataset:
         written = 0

@@ -197,9 +197,7 @@ def _pairs(hashes: list[str], asts: Mapping[str, CompactAST], device: str, code:
     return np.concatenate([part.numpy() for part in parts], axis=1).astype(np.float32)
 
 
-def compile_and_count(
-    hashes: list[str], mcpu: str, keep: Callable[[str, Path], None] | None = None
-) -> NDArray[np.float32]:
+def compile_and_count(hashes: list[str], mcpu: str, keep: Callable[[str, Path], None] | None = None) -> NDArray[np.float32]:
     """Counts of programs compiled for a CPU, (n, len(CODEGEN_FEATURES)); ``keep`` is given each object."""
     target = {"kind": "llvm", "num-cores": 1, "mcpu": mcpu}
     found = []

@@ -26,9 +26,7 @@ _OBJECTS, _LARGEST_OBJECT = 6, 60_000
 
 
 def write_arrays(name: str, arrays: golden.Arrays) -> None:
-    stored: dict[str, Any] = {
-        key: np.float32(value) if value.dtype == np.float64 else value for key, value in arrays.items()
-    }
+    stored: dict[str, Any] = {key: np.float32(value) if value.dtype == np.float64 else value for key, value in arrays.items()}
     np.savez_compressed(golden.HERE / f"{name}.npz", **stored)
 
 

@@ -44,11 +44,8 @@ def expect_values(before: Any, now: Any, where: str = "") -> None:
         assert now == before, where
 
 
-def test_json_keeps_its_shape(results: dict[str, Any]) -> None:
+def test_json_keeps_its_shape_and_scores(results: dict[str, Any]) -> None:
     expect_shapes("shapes", results)
-
-
-def test_scores_are_what_they_were(results: dict[str, Any]) -> None:
     expect_values(frozen("scores"), commands.scores(results))
 
 

@@ -47,12 +47,9 @@ def test_journals_of_a_writer_that_was_killed_are_read_and_added_to(tmp_path: Pa
     assert all(np.array_equal(ast.leaves, stored[program].leaves) for program, ast in asts.items())
 
 
-def test_instruction_counts_beside_the_records_are_read() -> None:
+def test_instruction_counts_are_read_and_splits_hold_what_they_held() -> None:
     for device in golden.CPUS:
         assert (~np.isnan(golden.counts_on(device, golden.programs("cpu"))[:, 0])).sum() > 90
-
-
-def test_splits_hold_what_they_held() -> None:
     assert golden.splits(golden.dataset()) == json.loads((golden.HERE / "splits.json").read_text())
 
 

@@ -22,9 +22,7 @@ _FOLDER = Path(__file__).parents[2] / "notebooks"
 @pytest.mark.parametrize("path", sorted(_FOLDER.glob("*.ipynb")), ids=lambda p: p.stem)
 def test_notebook_executes(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(
-        notebook, timeout=1500, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
-    ).execute()
+    NotebookClient(notebook, timeout=1500, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}).execute()
     outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
     assert any(out.get("data", {}).get("image/png") for out in outputs), "the plot was drawn"
     text = "".join(out.get("text", "") for out in outputs)

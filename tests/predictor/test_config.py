@@ -17,13 +17,10 @@ def test_shipped_configurations_load(path):
     assert load_config(path).data.paths
 
 
-def test_yaml_round_trip(tmp_path):
+def test_yaml_round_trip_and_an_empty_file_is_the_default(tmp_path):
     config = config_from_dict({"model": {"dim": 64}, "data": {"paths": ["a", "b"]}, "train": {"seed": 7}})
     (tmp_path / "c.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "c.yaml") == config
-
-
-def test_an_empty_file_is_the_default(tmp_path):
     (tmp_path / "c.yaml").write_text("")
     assert load_config(tmp_path / "c.yaml") == Config()
 

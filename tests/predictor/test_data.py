@@ -70,9 +70,7 @@ def test_what_is_derived_from_a_program_is_kept_once(folder, data, tmp_path, mon
     copies = [tmp_path / name for name in ("a", "b")]
     for copy in copies:
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.lock"))
-    monkeypatch.setattr(
-        "cdmpp.predictor.data._derive_each", lambda _, programs, *__: ({p: data.asts[p] for p in programs}, {})
-    )
+    monkeypatch.setattr("cdmpp.predictor.data._derive_each", lambda _, programs, *__: ({p: data.asts[p] for p in programs}, {}))
     gather([str(c) for c in copies])
     kept = [cache_file(copy, AST_FILE) for copy in copies]
     assert kept[0].exists() and not kept[1].exists()
@@ -90,13 +88,10 @@ def test_a_damaged_or_outdated_ast_file_is_made_again(folder, data, tmp_path, ca
     assert len(gather(copy).asts) == len(data.asts)
 
 
-def test_choice_of_devices(folder):
+def test_choice_of_devices_and_groups_of_shared_tasks(folder, data):
     assert len(gather(folder, DataConfig(devices=("h200",)))) == 33
     with pytest.raises(DatasetError, match="no ok record is left"):
         gather(folder, DataConfig(devices=("v100-sxm2",)))
-
-
-def test_groups_of_shared_tasks(data):
     assert set(data.members("network")) == {("one", "two"), ("two",), ("three",)}
     assert set(data.members("family")) == {("mlp",), ("cnn",)}
 

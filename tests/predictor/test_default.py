@@ -85,9 +85,7 @@ def data() -> TrainingData:
     return gather(FOLDER)
 
 
-def test_a_whole_cpu_is_predicted_like_those_of_its_cores_that_were_measured(
-    default: Predictor, data: TrainingData
-) -> None:
+def test_a_whole_cpu_is_predicted_like_those_of_its_cores_that_were_measured(default: Predictor, data: TrainingData) -> None:
     """An EPYC 9654 has the cores of the virtual Zen 4 in training; its other facts were not learned from any CPU."""
     asts = [data.asts[program] for program in data.labels["program"].iloc[::9]]
     part, whole = (default.predict(asts, name) for name in (ZEN4, "epyc-9654@1"))

@@ -32,19 +32,13 @@ def test_error_metrics_known_answer():
     assert score([1.0, 1.0, 1.0, 1.0], [1.0, 0.9, 0.75, 3.0])["within_10pct"] == 0.5, "inclusive"
 
 
-def test_pairwise_accuracy_counts_pairs_within_task_and_device():
+def test_pairwise_accuracy_counts_pairs_within_task_and_device_and_ties_as_one_half():
     # task a: 1 < 2 < 3 predicted 2, 1, 3: two of three pairs right; task b on two devices: no pairs
     result = score([1, 2, 3, 5, 6], [2, 1, 3, 9, 1], task=list("aaabb"), device=["d", "d", "d", "d", "e"])
     assert result["pairwise_accuracy"] == pytest.approx(2 / 3)
-
-
-def test_pairs_within_the_noise_are_ties():
     # 1.00 against 1.04 is within 5 % noise of the second; 1.00/2 and 1.04/2 count and are right
     assert score([1.0, 1.04, 2.0], [1.1, 1.0, 3.0], noise=[0.0, 0.05, 0.0])["pairwise_accuracy"] == 1.0
     assert score([1.0, 1.04, 2.0], [1.1, 1.0, 3.0])["pairwise_accuracy"] == pytest.approx(2 / 3)
-
-
-def test_equal_predictions_count_one_half_and_equal_labels_not_at_all():
     assert score([1.0, 2.0], [5.0, 5.0])["pairwise_accuracy"] == 0.5
     assert score([2.0, 2.0], [1.0, 5.0])["pairwise_accuracy"] is None
 
@@ -115,9 +109,7 @@ def test_many_programs_of_one_task_give_the_same_as_pair_by_pair():
     right = total = 0.0
     for i in range(700):
         later = np.arange(i + 1, 700)
-        tied = np.abs(labels[later] - labels[i]) <= np.maximum(noise[later], noise[i]) * np.minimum(
-            labels[later], labels[i]
-        )
+        tied = np.abs(labels[later] - labels[i]) <= np.maximum(noise[later], noise[i]) * np.minimum(labels[later], labels[i])
         later = later[~tied]
         total += len(later)
         right += ((labels[later] > labels[i]) == (predictions[later] > predictions[i])).sum()

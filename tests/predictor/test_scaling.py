@@ -171,14 +171,11 @@ def test_what_is_no_measurement_elsewhere_is_refused(trained, hidden, measured, 
         predictor.predict([ast], "fast", measured=measured)
 
 
-def test_instructions_and_measurements_do_not_go_together(trained, hidden):
+def test_instructions_and_measurements_do_not_go_together_and_errors_are_checked(trained, hidden):
     with pytest.raises(PredictorError, match="not both"):
         trained.predictor.predict([], "fast", compiled=True, measured={"slow": []})
     with pytest.raises(PredictorError, match="not both"):
         evaluate(trained.predictor, hidden, trained.split, compiled=True, measured=True)
-
-
-def test_errors_of_a_scaling_are_checked():
     with pytest.raises(PredictorError, match="finite"):
         DeviceScaling(own_error=float("nan"))
     with pytest.raises(PredictorError, match="at least 0"):

@@ -110,11 +110,7 @@ def test_another_model_configuration_or_other_records_are_refused(data, small, t
     search(small, data, tmp_path, 1, model="lstm")
     other = changed(small, train={"epochs": 3})
     labels = data.labels.assign(latency_s=data.labels["latency_s"] * 1.01)
-    for config, records, model in (
-        (small, data, "ours"),
-        (other, data, "lstm"),
-        (small, replace(data, labels=labels), "lstm"),
-    ):
+    for config, records, model in ((small, data, "ours"), (other, data, "lstm"), (small, replace(data, labels=labels), "lstm")):
         with pytest.raises(PredictorError, match="belongs to another"):
             search(config, records, tmp_path, 2, model=model, resume=True)
 

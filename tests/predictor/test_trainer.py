@@ -84,9 +84,7 @@ def test_resuming_gives_the_result_of_an_unbroken_run(make_trainer, tmp_path, cu
 def test_the_best_epoch_is_kept_not_the_last(make_trainer):
     trainer, lines = make_trainer(epochs=6, learning_rate=0.05, ema_decay=0.0), []
     snapshots = {}
-    trainer.fit(
-        lambda state: snapshots.update({state.epoch: {k: v.clone() for k, v in state.weights.items()}}), lines.append
-    )
+    trainer.fit(lambda state: snapshots.update({state.epoch: {k: v.clone() for k, v in state.weights.items()}}), lines.append)
     best = min(lines, key=lambda line: line["valid_mape"])
     assert lines[-1]["best_epoch"] == best["epoch"]
     assert_same(trainer.state().best, snapshots[best["epoch"]])

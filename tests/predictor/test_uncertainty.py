@@ -22,9 +22,7 @@ from cdmpp.predictor.uncertainty import (  # isort: skip
 from tests.samples.training import change_state, make_ast, make_data, make_device, small_config
 
 
-@pytest.mark.parametrize(
-    ("n", "coverage", "rank"), [(9, 0.9, 9), (19, 0.9, 18), (99, 0.9, 90), (99, 0.95, 95), (10, 0.5, 6)]
-)
+@pytest.mark.parametrize(("n", "coverage", "rank"), [(9, 0.9, 9), (19, 0.9, 18), (99, 0.9, 90), (99, 0.95, 95), (10, 0.5, 6)])
 def test_quantile_known_answer(n, coverage, rank):
     """The ceil((n + 1) (1 - alpha))-th smallest of n scores."""
     assert rank == math.ceil(round((n + 1) * coverage, 9))

@@ -78,9 +78,7 @@ def put(values: NDArray[np.float64], index: object, value: float) -> NDArray[np.
         (ODD, put(ODD, 1, 5.0), False),
     ],
 )
-def test_outputs_are_equal_up_to_the_tolerance(
-    found: NDArray[np.float64], expected: NDArray[np.float64], equal: bool
-) -> None:
+def test_outputs_are_equal_up_to_the_tolerance(found: NDArray[np.float64], expected: NDArray[np.float64], equal: bool) -> None:
     assert (output_error(summary(found), summary(expected)) <= TOLERANCE) is equal
     worst = output_error(summary(put(np.ones(1000), 17, 1.5)), summary(np.ones(1000)))
     assert worst == pytest.approx(0.5), "that of the worst element"

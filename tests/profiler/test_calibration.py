@@ -30,12 +30,9 @@ def test_the_first_degree_within_the_tolerance_wins() -> None:
     assert "degree 8: labels differ from those taken alone by 30.0 %" in str(found.results[0])
 
 
-def test_what_is_not_accepted_leaves_one() -> None:
+def test_what_is_not_accepted_leaves_one_and_without_labels_there_is_nothing_to_compare() -> None:
     found = calibrate(measure_with({}), [4, 2], 0.02, lambda r, alone: r.labels_per_s > 4 * alone.labels_per_s)  # type: ignore[arg-type]
     assert found.degree == 1 and not any(r.accepted for r in found.results)
-
-
-def test_without_labels_there_is_nothing_to_compare() -> None:
     with pytest.raises(ProfilerError, match="not one program"):
         calibrate(lambda degree: ({}, 0.0), [2], 0.02, lambda *_: True)
     nothing = compare(2, {"a": 1.0}, {"b": 1.0}, 1.0)

@@ -177,9 +177,7 @@ def outcomes(attempts: list[tuple[float, float]]) -> tuple[list[Outcome], int]:
         ([(1.0, 0.9), (1.2, 0.0)], 1.2, 2),  # undisturbed counts, though it is slower
     ],
 )
-def test_disturbed_programs_are_measured_again_later(
-    attempts: list[tuple[float, float]], latency_s: float, taken: int
-) -> None:
+def test_disturbed_programs_are_measured_again_later(attempts: list[tuple[float, float]], latency_s: float, taken: int) -> None:
     found, n = outcomes(attempts)
     assert [o.latency_s for o in found] == [latency_s]
     assert n == taken == found[0].meta["attempts"]

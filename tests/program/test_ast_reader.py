@@ -189,9 +189,7 @@ def test_installing_without_a_compiler(tmp_path: Path) -> None:
     missing = str(tmp_path / "c++")
     command = ["setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
     environment = {**os.environ, "CC": missing, "CXX": missing}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
     assert "cdmpp.program.ast._reader" in done.stderr and "failed" in done.stderr
     assert not list(tmp_path.rglob("*.so"))

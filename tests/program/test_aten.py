@@ -112,12 +112,7 @@ def test_work_of_a_transposed_convolution_and_of_a_cell() -> None:
 def test_convolutions_without_onednn_are_those_that_pytorch_says() -> None:
     draw, threads, seen = random.Random(0), torch.get_num_threads(), []
     for i in range(40):
-        dims, window, size, batch = (
-            1 + i % 3,
-            draw.choice([1, 3, 5]),
-            draw.choice([6, 12, 40]),
-            draw.choice([1, 1, 2, 16]),
-        )
+        dims, window, size, batch = (1 + i % 3, draw.choice([1, 3, 5]), draw.choice([6, 12, 40]), draw.choice([1, 1, 2, 16]))
         kind = getattr(nn, f"Conv{'Transpose' * (i % 2)}{dims}d")
         module = kind(8, 16, window, draw.choice([1, 1, 2]), window // 2, groups=draw.choice([1, 1, 2]), bias=False)
         shape, more = (batch, 8, *[size] * dims), int(dims == 1)  # PyTorch makes two dimensions of one
@@ -139,14 +134,11 @@ def test_views_are_no_calls_and_what_has_no_rule_is_marked() -> None:
     assert table_of(found).iloc[0]["op"] == "elementwise"
 
 
-def test_arguments_run_and_copies_have_weights_of_their_own() -> None:
+def test_copies_have_weights_of_their_own_but_share_a_large_table(monkeypatch: pytest.MonkeyPatch) -> None:
     (call,) = calls(lambda self, x: self.inner(x), (2, 8), inner=nn.Linear(8, 4))
     (first, second) = arguments_of(call, 2)
     assert call.node.target(*first[0], **first[1]).shape == (2, 4)
     assert first[0][0] is second[0][0] and first[0][1] is not second[0][1]
-
-
-def test_copies_of_a_large_table_share_it_and_look_up_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cdmpp.program.aten._MOST_BYTES", 4 * 64 * 90)
     (*_, call) = calls(lambda self, x: self.inner(x.long()), (2, 8), inner=nn.Embedding(90, 64))
     (table, rows), (same, others) = (args for args, _ in arguments_of(call, 2))

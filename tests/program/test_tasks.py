@@ -73,9 +73,7 @@ def zoo_tasks(name: str) -> list[Task]:
     return extract_tasks([name])
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"), [(conv_net, (1, 3, 10, 10)), (Attention, (6, 8)), (Powers, (6, 8)), ("mlp", ())]
-)
+@pytest.mark.parametrize(("make", "shape"), [(conv_net, (1, 3, 10, 10)), (Attention, (6, 8)), (Powers, (6, 8)), ("mlp", ())])
 def test_fused_network_computes_what_the_module_computes(make: Any, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     if make == "mlp":

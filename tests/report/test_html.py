@@ -99,9 +99,7 @@ def test_sizes_of_a_network_are_one_row_with_the_sizes_below_it(report, page):
     rows = {row["name"]: row for row in report.groups["network"]}
     assert set(rows) == {HOSTILE, "net1", "net2", "net3"}
     sizes = rows["net1"]["sizes"]
-    assert {row["name"] for row in sizes} == {
-        name for name in report.scores["groups"]["network"] if name.startswith("net1@")
-    }
+    assert {row["name"] for row in sizes} == {name for name in report.scores["groups"]["network"] if name.startswith("net1@")}
     assert [row["mape"] for row in sizes] == sorted((row["mape"] for row in sizes), reverse=True)
     assert rows["net1"]["n"] == sum(row["n"] for row in sizes)
     assert "sizes" not in rows["net2"]

@@ -151,10 +151,7 @@ def toy_bundle(
         if status := (statuses or {}).get(i):
             kernels.append(BundledProgram(digest, status=status, error=f"{status}: for a reason", build_s=0.25))
             continue
-        cuda, resources = (
-            toy_program(blocks[i % len(blocks)]),
-            {"main_kernel": {"registers": 10, "spill_store_bytes": 0}},
-        )
+        cuda, resources = (toy_program(blocks[i % len(blocks)]), {"main_kernel": {"registers": 10, "spill_store_bytes": 0}})
         kernels.append(BundledProgram(digest, cuda, b"cubin" if cubins else b"", resources, build_s=0.25))
         if task not in references:
             inputs = reference_inputs(cuda.params, 7)

@@ -22,9 +22,7 @@ QUICK_PROFILE = ProfileConfig(programs_per_task=8, workers=1, builders=1, plan=Q
 QUICK_CPU = CpuConfig(builders=1, batch_size=4, plan=QUICK_PLAN, run_timeout_s=1.0, loading_s=2.0)
 
 
-def quick_engine(
-    config: CpuConfig = QUICK_CPU, target: dict[str, Any] = TARGET, sentinel: BuildJob | None = None
-) -> Engine:
+def quick_engine(config: CpuConfig = QUICK_CPU, target: dict[str, Any] = TARGET, sentinel: BuildJob | None = None) -> Engine:
     """An engine that measures on one core."""
     return Engine(CpuMeasurer(config, target, Executor(core_groups(usable_cores(), 1, 1)), sentinel))
 

@@ -76,9 +76,7 @@ def by_tvm() -> dict[str, Any]:
     """A small tuning of TVM's own but for what it is given."""
     return {
         "space": ms.space_generator.PostOrderApply(sch_rules="llvm", postprocs="llvm", mutator_probs="llvm"),
-        "strategy": ms.search_strategy.EvolutionarySearch(
-            population_size=24, genetic_num_iters=1, init_min_unmeasured=1
-        ),
+        "strategy": ms.search_strategy.EvolutionarySearch(population_size=24, genetic_num_iters=1, init_min_unmeasured=1),
         "seed": 1,
     }
 

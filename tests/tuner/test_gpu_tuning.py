@@ -87,9 +87,9 @@ def test_a_task_is_tuned_for_a_share_and_resumed(tmp_path: Path) -> None:
     known = {"build_s", "run_s", "workers", "sms", "resources", "repeats", "clock_mhz"}
     assert all(known <= set(meta) and "threads" not in meta for meta in metas)
     found = records[records["origin"] == "search"]
-    assert dict(found["status"].value_counts()) == dict(
-        Counter("run_error" if fails(h) else "ok" for h in found["program"])
-    ), "failures are records"
+    assert dict(found["status"].value_counts()) == dict(Counter("run_error" if fails(h) else "ok" for h in found["program"])), (
+        "failures are records"
+    )
     assert costs.failures == (found["status"] != "ok").sum() > 0
     ok = found[found["status"] == "ok"]
     assert report.tasks[0].best_s == pytest.approx(min(map(gpu_latency_s, ok["program"])), rel=0.01)

@@ -77,9 +77,7 @@ def test_two_workers_measure_as_many_as_one(tmp_path: Path, started: list[Worker
     assert not any(worker._process.is_alive() for worker in started)
 
 
-def test_workers_take_a_predictor_and_drop_what_cannot_win(
-    tmp_path: Path, started: list[Worker], trained: TrainResult
-) -> None:
+def test_workers_take_a_predictor_and_drop_what_cannot_win(tmp_path: Path, started: list[Worker], trained: TrainResult) -> None:
     options = {"predictor": trained.predictor, "trim": 0.5, "validity": "online"}
     report = sharded(FakeEngine(), tmp_path / "t", 60, options=options)
     costs = report.costs
@@ -133,13 +131,10 @@ class FullDisk(FakeEngine):
         raise ProfilerError("no space left for shared objects")
 
 
-def test_an_engine_that_fails_ends_all_workers(tmp_path: Path, started: list[Worker]) -> None:
+def test_what_fails_in_a_worker_is_said_and_ends_all(tmp_path: Path, started: list[Worker]) -> None:
     with pytest.raises(ProfilerError, match="no space left"):
         sharded(FullDisk(), tmp_path / "t", 26)
     assert len(started) == 2 and not any(worker._process.is_alive() for worker in started)
-
-
-def test_what_a_worker_cannot_read_is_said(tmp_path: Path, started: list[Worker]) -> None:
     (tmp_path / "earlier").mkdir()
     with pytest.raises(Exception, match="no dataset"):
         sharded(FakeEngine(), tmp_path / "t", 12, warm_start=[tmp_path / "earlier"])

@@ -89,9 +89,7 @@ def read_traces(path: Path, frame: pd.DataFrame, found: Import) -> list[NetworkG
     return graphs
 
 
-def add_end_to_end(
-    path: Path, table: pd.DataFrame, graphs: Sequence[NetworkGraph], found: Import
-) -> list[NetworkGraph]:
+def add_end_to_end(path: Path, table: pd.DataFrame, graphs: Sequence[NetworkGraph], found: Import) -> list[NetworkGraph]:
     """Add the measured and predicted latencies of whole networks, in seconds, to their graphs. Rows of several devices that
     work together (``option`` such as ``tp4``) or of networks without a trace are skipped and counted in the notes."""
     devices = found.resolve(table["device"], path)

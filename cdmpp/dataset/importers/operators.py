@@ -192,8 +192,7 @@ def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     conv = (op == "conv").to_numpy()
     kinds = {"linear": "gemm", "bmm": "gemm", "ln": "layernorm", "softmax": "softmax", "conv": "conv"}
     side, window, stride, padding, ins, outs = (
-        _number(frame, f"conv_{name}")
-        for name in ("input_hw", "kernel", "stride", "padding", "in_channels", "out_channels")
+        _number(frame, f"conv_{name}") for name in ("input_hw", "kernel", "stride", "padding", "in_channels", "out_channels")
     )
     out_side = (side + 2 * padding - window) // stride + 1
     sizes = {

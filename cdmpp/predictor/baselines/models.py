@@ -48,9 +48,7 @@ class LatencyModel(ABC):
 class TrainedModel(LatencyModel):
     """Trains a network in memory, for at most ``max_seconds``; ``progress`` is called with each epoch's line."""
 
-    def __init__(
-        self, config: Config, max_seconds: float | None = None, progress: ProgressCallback | None = None
-    ) -> None:
+    def __init__(self, config: Config, max_seconds: float | None = None, progress: ProgressCallback | None = None) -> None:
         if max_seconds is not None and not max_seconds > 0:
             raise PredictorError(f"max_seconds must be above 0, got {max_seconds}")
         self._config, self.max_seconds, self._progress = config, max_seconds, progress

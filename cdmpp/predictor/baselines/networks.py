@@ -140,13 +140,9 @@ class ReleasedNetwork(nn.Module):
         self.max_leaves, self.dim = max_leaves, sizes.dim
         self.leaf_projection = nn.Linear(leaf_dim, sizes.dim)
         self.position = PreOrderEncoding(sizes.dim, "paper")
-        layer = nn.TransformerEncoderLayer(
-            sizes.dim, sizes.heads, sizes.ffn_dim, sizes.dropout, "relu", batch_first=True
-        )
+        layer = nn.TransformerEncoderLayer(sizes.dim, sizes.heads, sizes.ffn_dim, sizes.dropout, "relu", batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, sizes.layers, enable_nested_tensor=False)
-        self.flatten = nn.Sequential(
-            nn.Linear(max_leaves * sizes.dim, sizes.input_dim), nn.BatchNorm1d(sizes.input_dim)
-        )
+        self.flatten = nn.Sequential(nn.Linear(max_leaves * sizes.dim, sizes.input_dim), nn.BatchNorm1d(sizes.input_dim))
         self.embedding = _mlp(sizes.input_dim, *sizes.hidden_dims, sizes.embedding_dim)
         self.device_embedding = _mlp(device_dim, *sizes.device_dims, sizes.embedding_dim)
         self.norm = nn.BatchNorm1d(2 * sizes.embedding_dim, affine=False)

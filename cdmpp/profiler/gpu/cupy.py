@@ -85,9 +85,7 @@ class CupyGpu:
             self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(lanes)]
         self._gate = cupy.cuda.Stream(non_blocking=True)
         self._gate_open = cupy.cuda.Event(disable_timing=True)
-        helpers = cupy.RawModule(
-            code=Path(__file__).with_name("helpers.cu").read_text(encoding="utf-8"), backend="nvrtc"
-        )
+        helpers = cupy.RawModule(code=Path(__file__).with_name("helpers.cu").read_text(encoding="utf-8"), backend="nvrtc")
         self._wait, self._seen, self._busy = (helpers.get_function(n).kernel for n in ("wait_ns", "seen_sms", "busy"))
         self._flush = cupy.empty(2 * int(properties["l2CacheSize"]), dtype=cupy.uint8)
         self._arenas: dict[tuple[int, str], Any] = {}
@@ -200,9 +198,7 @@ class CupyGpu:
 
     def _launch(self, loaded: _Loaded, lane: int) -> None:
         stream = self._streams[lane]
-        for launch, function, arguments in zip(
-            loaded.cuda.launches, loaded.functions, loaded.arguments[lane], strict=True
-        ):
+        for launch, function, arguments in zip(loaded.cuda.launches, loaded.functions, loaded.arguments[lane], strict=True):
             function(launch.grid, launch.block, arguments, stream=stream)
 
     def _arguments(self, loaded: _Loaded, lane: int) -> None:

@@ -35,9 +35,7 @@ class ArchLimits:
 #: Architecture -> limits.
 ARCH_LIMITS: Mapping[str, ArchLimits] = {
     "sm_70": ArchLimits(shared_optin_bytes=96 << 10, shared_per_sm_bytes=96 << 10, async_copies=False),
-    "sm_75": ArchLimits(
-        shared_optin_bytes=64 << 10, shared_per_sm_bytes=64 << 10, threads_per_sm=1024, async_copies=False
-    ),
+    "sm_75": ArchLimits(shared_optin_bytes=64 << 10, shared_per_sm_bytes=64 << 10, threads_per_sm=1024, async_copies=False),
     "sm_80": ArchLimits(shared_optin_bytes=163 << 10, shared_per_sm_bytes=164 << 10),
     "sm_86": ArchLimits(shared_optin_bytes=99 << 10, shared_per_sm_bytes=100 << 10, threads_per_sm=1536),
     "sm_89": ArchLimits(shared_optin_bytes=99 << 10, shared_per_sm_bytes=100 << 10, threads_per_sm=1536),

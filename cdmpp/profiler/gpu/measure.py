@@ -181,11 +181,7 @@ def job_of(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
 
 
 def _jobs(
-    bundle: Bundle,
-    kernels: Sequence[BundledProgram],
-    degrees: Mapping[int, int],
-    facts: GpuFacts,
-    config: MeasureConfig,
+    bundle: Bundle, kernels: Sequence[BundledProgram], degrees: Mapping[int, int], facts: GpuFacts, config: MeasureConfig
 ) -> Iterator[KernelJob]:
     """Jobs in blocks, each sorted by degree. The outputs of a task's first programs are checked against its reference."""
     checked: Counter[str] = Counter()
@@ -284,9 +280,7 @@ def profile_gpu(
         make_bundle(
             networks, device=known.base, out=path, config=bundle_config, resume=resume, progress=progress, notify=notify
         )
-    return measure(
-        path, out=out, device=known.name, config=measure_config, resume=resume, progress=progress, notify=notify
-    )
+    return measure(path, out=out, device=known.name, config=measure_config, resume=resume, progress=progress, notify=notify)
 
 
 def check_gpu(elsewhere: str = ELSEWHERE) -> str:

@@ -335,9 +335,7 @@ class GpuMeasurer(Measurer):
         self._wait_for_facts()
         found = self.facts
         if not is_model(found.name, device.model) or found.arch != self._arch:
-            raise ProfilerError(
-                f"{device.base} is a {device.model} ({self._arch}), and this is a {found.name} ({found.arch})"
-            )
+            raise ProfilerError(f"{device.base} is a {device.model} ({self._arch}), and this is a {found.name} ({found.arch})")
 
     def _wait_for_facts(self) -> None:
         """Wait until the measuring process has its GPU; replace the process if it dies or takes too long."""

@@ -137,9 +137,7 @@ def leaf_vectors(table: LeafTable) -> NDArray[np.float32]:
         _code(table, nest, feet, auto),
         _instructions(table, nest, feet, auto, registers, times),
         ((table.ops @ _FP) * nest.iterations * neighbour_packs(table, nest, feet, 32))[:, None],
-        np.stack(
-            [feet.per_leaf(row) for row in (*(moved * times), *(row * times for row in conflicts), *pages)], axis=1
-        ),
+        np.stack([feet.per_leaf(row) for row in (*(moved * times), *(row * times for row in conflicts), *pages)], axis=1),
         feet.working_set[:, [min(k, feet.working_set.shape[1] - 1) for k in WORKING_SET_DEPTHS]],
         _program(table, nest, feet, flops),
         _window(nest),
@@ -235,12 +233,7 @@ def _code(table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.b
 
 
 def _instructions(
-    table: LeafTable,
-    nest: LoopNest,
-    feet: Footprints,
-    auto: NDArray[np.bool_],
-    registers: FloatArray,
-    times: FloatArray,
+    table: LeafTable, nest: LoopNest, feet: Footprints, auto: NDArray[np.bool_], registers: FloatArray, times: FloatArray
 ) -> FloatArray:
     at = np.arange(len(feet.leaf))
     contiguous = (feet.stride[at, nest.simd[feet.leaf]] == 1) & ~table.gathers[at, nest.simd[feet.leaf]]

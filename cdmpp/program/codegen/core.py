@@ -182,9 +182,7 @@ class Core:
         for units in uses:
             own = frozenset(units)
             sets |= {own, *(own | other for other in sets if len(sets) < 512)}
-        return max(
-            (sum(c for u, c in uses.items() if units.issuperset(u)) / _number(units) for units in sets), default=0.0
-        )
+        return max((sum(c for u, c in uses.items() if units.issuperset(u)) / _number(units) for units in sets), default=0.0)
 
     def _cost(self, instruction: Instruction, kinds: tuple[str, ...]) -> Cost:
         name = instruction.name
@@ -207,9 +205,7 @@ class Core:
         return found
 
     def _gather(self, instruction: Instruction) -> Cost:
-        bits = max(
-            o.bits for o in instruction.operands if not isinstance(o, Address | int) and o.name.startswith("zmm")
-        )
+        bits = max(o.bits for o in instruction.operands if not isinstance(o, Address | int) and o.name.startswith("zmm"))
         elements = bits // (64 if instruction.name.endswith(("pd", "dq", "qq")) else 32)
         cycles = float(self._facts["gather"].get(elements, 2.0 * elements))
         return Cost(20.0, cycles * self.width, ((cycles, _ALONE), *((elements * c, u) for c, u in self.load("x").uses)))
@@ -291,6 +287,4 @@ def _names(name: str) -> tuple[str, ...]:
 def is_idiom(instruction: Instruction) -> bool:
     """Whether an instruction sets its first operand to a constant without waiting for any operand."""
     registers = instruction.operands[-2:]
-    return (
-        instruction.name.removeprefix("v").startswith(_IDIOMS) and len(registers) == 2 and registers[0] == registers[1]
-    )
+    return instruction.name.removeprefix("v").startswith(_IDIOMS) and len(registers) == 2 and registers[0] == registers[1]

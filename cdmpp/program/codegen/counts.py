@@ -71,9 +71,7 @@ def instruction_counts(
     Raises ProgramError if the device is not an x86 CPU with a target or a program is not of a kind that can be compiled,
     CdmppError if TVM or the instruction decoder is not installed."""
     if not is_counted(device):
-        raise ProgramError(
-            f"{device.name}: only programs compiled for x86 CPUs are counted; predict without compiled=True"
-        )
+        raise ProgramError(f"{device.name}: only programs compiled for x86 CPUs are counted; predict without compiled=True")
     import_tvm()
     require_decoder()  # one error, not a warning for each program
     from cdmpp.program.ast import CompactAST, prim_func
@@ -133,9 +131,7 @@ def kinds_of(instruction: Instruction) -> list[str]:
     name, operands, kinds = instruction.name, instruction.operands, ["all"]
     memory, stores = instruction.memory, operands[:1] == (instruction.memory,)
     # mask and integer registers have at most 64 bits
-    bits = max(
-        [o.index_bits if isinstance(o, Address) else o.bits for o in operands if not isinstance(o, int)], default=0
-    )
+    bits = max([o.index_bits if isinstance(o, Address) else o.bits for o in operands if not isinstance(o, int)], default=0)
     if bits > 64 and not name.startswith("v"):
         name = f"v{name}"  # SSE names are those of AVX without the v
     if name.startswith("v"):

@@ -109,8 +109,7 @@ class CodeValues:
         changed = [_changes(self.graph, loop, by_copies=False) for loop in loops]
         # locations that a loop changes only by copies may be restored before the iteration ends: assumed until found wrong
         copied = [
-            _changes(self.graph, loop, by_copies=True) - locations
-            for loop, locations in zip(loops, changed, strict=True)
+            _changes(self.graph, loop, by_copies=True) - locations for loop, locations in zip(loops, changed, strict=True)
         ]
         for _ in range(_MOST_PASSES):
             self._follow(changed)
@@ -133,11 +132,7 @@ class CodeValues:
         if state is None:
             return set()
         ends = [self.after[latch] for latch in latches if latch in self.after]
-        return {
-            location
-            for location in locations
-            if any(value_at(end, location) != value_at(state, location) for end in ends)
-        }
+        return {location for location in locations if any(value_at(end, location) != value_at(state, location) for end in ends)}
 
     def _follow(self, changed: Sequence[set[blocks.Location]]) -> None:
         """Pass over all blocks once, given the locations that each loop may change in its iterations."""
@@ -330,9 +325,7 @@ def _address(operand: blocks.Operand, state: State) -> Value | None:
     """The address that ``lea`` computes; None if it is not known."""
     if not isinstance(operand, blocks.Address) or operand.base == "rip":
         return None
-    base, index = (
-        (None, 0) if name is None else value_at(state, name) for name in (operand.base, operand.index_register)
-    )
+    base, index = ((None, 0) if name is None else value_at(state, name) for name in (operand.base, operand.index_register))
     if index[0] is None:
         return base[0], base[1] + operand.scale * index[1] + operand.displacement
     if base[0] is None and operand.scale == 1:

@@ -305,12 +305,7 @@ def densenet121() -> nn.Module:
     channels = 64
     for depth in (6, 12, 24, 16):
         for _ in range(depth):
-            new = (
-                nn.BatchNorm2d(channels),
-                nn.ReLU(),
-                _conv(channels, 128, 1),
-                nn.Conv2d(128, 32, 3, 1, 1, bias=False),
-            )
+            new = (nn.BatchNorm2d(channels), nn.ReLU(), _conv(channels, 128, 1), nn.Conv2d(128, 32, 3, 1, 1, bias=False))
             layers.append(Joined(_concat, nn.Identity(), nn.Sequential(*new)))
             channels += 32
         layers += [nn.BatchNorm2d(channels), nn.ReLU()]
@@ -359,8 +354,7 @@ def wavenet() -> nn.Module:
 
     def block(dilation: int) -> nn.Module:
         gated = [
-            nn.Sequential(nn.Conv1d(64, 64, 3, padding=dilation, dilation=dilation), act())
-            for act in (nn.Tanh, nn.Sigmoid)
+            nn.Sequential(nn.Conv1d(64, 64, 3, padding=dilation, dilation=dilation), act()) for act in (nn.Tanh, nn.Sigmoid)
         ]
         mixed = nn.Sequential(Joined(torch.mul, *gated), nn.Conv1d(64, 64, 1))
         return Joined(torch.add, nn.Identity(), mixed)

@@ -25,9 +25,7 @@ class _Wrapped(nn.Module):
         return found
 
 
-def huggingface(
-    model: str, output: str = "logits", keywords: Sequence[str] = ("pixel_values",), **settings: Any
-) -> nn.Module:
+def huggingface(model: str, output: str = "logits", keywords: Sequence[str] = ("pixel_values",), **settings: Any) -> nn.Module:
     """A model of the transformers package, by its class and the settings of its config.
 
     With ``attn_implementation="eager"`` attention appears as matmul, softmax and matmul."""

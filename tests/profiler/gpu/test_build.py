@@ -105,9 +105,7 @@ def test_what_goes_from_kernel_to_kernel_is_a_workspace(lowering: CudaLowering) 
 
 def test_the_compiler_counts_the_shared_memory_lowering_does(lowering: CudaLowering, compiler: CudaCompiler) -> None:
     program = next(
-        p
-        for p in lowered(lowering, matmul_task(64), 4)
-        if p.launches[0].shared_bytes and rule_fault(p, "sm_90") is None
+        p for p in lowered(lowering, matmul_task(64), 4) if p.launches[0].shared_bytes and rule_fault(p, "sm_90") is None
     )
     _, resources = compiler.compile(program.source, "sm_90")
     declared = program.launches[0].shared_bytes
@@ -176,8 +174,7 @@ def test_bad_requests_are_refused(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    ("network", "error", "message"),
-    [("nonesuch", NetworkError, "unknown network"), ("resnet18", ProfilerError, "no task")],
+    ("network", "error", "message"), [("nonesuch", NetworkError, "unknown network"), ("resnet18", ProfilerError, "no task")]
 )
 def test_networks_without_tasks_are_refused(
     source: Path, tmp_path: Path, network: str, error: type[Exception], message: str
