@@ -174,7 +174,7 @@ def _check_options(args: ui.Namespace, what: str) -> None:
     _add_latency(defaults)
     for key in " ".join(_OPTIONS_OF.values()).split():
         of = [kind for kind, own in _OPTIONS_OF.items() if key in own.split()]
-        if what not in of and getattr(args, key) not in (defaults.get_default(key), "torch"):  # all three are library kernels there
+        if what not in of and getattr(args, key) not in (defaults.get_default(key), "torch"):  # all have library kernels
             taken = f"{args.network} is taken for one of the {what} (cdmpp networks lists names)"
             raise CdmppError(f"--{key.replace('_', '-')} is of {' and '.join(of)}, and {taken}")
 
