@@ -91,7 +91,7 @@ _SPLIT_S = 1e-6
 _DEFAULT_LINK, _PCIE_LINK, _SWITCH_ADDS = 32.0, 128.0, ("sm_90", "sm_100", "sm_103")
 _MOST_ROUNDS = 6
 _DEFAULT_CLOCK_MHZ, _DEFAULT_BANDWIDTH, _DEFAULT_PEAK = 1500.0, 300.0, 10_000.0
-#: GB/s that each core of a CPU is taken to have; one alone has that of two, as CPUs in training (of one or two cores) were taken to.
+#: GB/s that each core of a CPU is taken to have; one alone has that of two, as it was assumed of the CPUs in training.
 _OF_CORE = 15.0
 
 #: Names of the feature columns of :func:`mechanism`: logarithms, except for flags and fractions.
