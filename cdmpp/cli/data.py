@@ -185,6 +185,8 @@ def _dataset(args: ui.Namespace, console: Console, errors: Console) -> Any:
 
 def _operators(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """How many rows datasets of library operators hold, and of what."""
+    import pandas as pd
+
     from cdmpp.dataset.operators import load_operators, operator_folders
     from cdmpp.predictor.operators import kinds
 
@@ -193,8 +195,8 @@ def _operators(args: ui.Namespace, console: Console, errors: Console) -> Any:
         return {"rows": len(table), **{f"{name}s": Counter(map(str, table[name])) for name in names}}
 
     with errors.status("reading operators"):
-        datasets = {str(folder): counts(load_operators(folder)) for folder in operator_folders(args.paths)}
-        total = counts(load_operators(args.paths))
+        tables = {str(folder): load_operators(folder) for folder in operator_folders(args.paths)}
+        datasets, total = {path: counts(own) for path, own in tables.items()}, counts(pd.concat(tables.values()))
     shown = datasets if len(datasets) == 1 else {**datasets, "total": total}
     cells = [(path, *(str(n if name == "rows" else len(n)) for name, n in row.items())) for path, row in shown.items()]
     ui.show_table(console, "datasets of operators", ("<dataset", *total), cells, total=len(datasets) > 1)

@@ -629,9 +629,10 @@ def evaluate_operators(table: pd.DataFrame, predictor: str | Path = "default") -
     :func:`load_operator_model` finds for the kind of the device; the result is the content of ``cdmpp evaluate --json``.
     ``seen_in_training`` says of a device that the model learned from labels of it. PredictorError: nothing can be scored."""
     parts, by = [], ("device", "kind", "dtype", "seen_in_training")
+    model_of = functools.cache(functools.partial(load_operator_model, predictor))  # a folder is read once, not for every device
     for name, own in table.groupby("device"):
         device = get_device(str(name))
-        model, learned = load_operator_model(predictor, device.kind), training_table(own, len(own))
+        model, learned = model_of(device.kind), training_table(own, len(own))
         best = learned[learned["framework"] == BEST]
         seen = bool(model.measured_on(device)) or device.name in model.corrections
         parts.append(best.assign(predicted_s=model.predict(best, device), seen_in_training=seen))
