@@ -9,11 +9,12 @@ for minutes, which samples of one moment do not show. The label is the shorter t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -23,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from cdmpp.dataset.operators import TORCH, TORCH_COLD, load_operators, write_operators
+from cdmpp.dataset.operators import TORCH, TORCH_COLD, write_operators
 from cdmpp.device import Device, get_device
 from cdmpp.errors import DatasetError, ProfilerError, raised_as, reason
 from cdmpp.files import write_text
 from cdmpp.profiler import machine
 from cdmpp.profiler.core_rates import with_clock
+from cdmpp.profiler.cpu import threads_of
 from cdmpp.profiler.engine import SamplingPlan, label, split_half_difference
 from cdmpp.program.aten import Call, arguments_of, calls_of, table_of
 from cdmpp.program.network import load_network
@@ -76,16 +78,23 @@ def profile_library(
     if device.base != get_device("this-cpu").base:
         raise ProfilerError(f"{device.name} is not this machine's CPU, whose kernels alone can be timed here")
     calls = _distinct(networks)
-    cores = machine.core_groups(machine.usable_cores(), int(device.share), 1)[0]
+    with _on_cores_of(device), torch.inference_mode():
+        device, sentinel = with_clock(device), machine.Sentinel()
+        jobs = {key: (row, partial(_measured, call, device, sentinel)) for key, (call, row) in calls.items()}
+        return _labelled(jobs, Path(out), device, Counter(), rounds=2, resume=resume, progress=progress)
+
+
+@contextlib.contextmanager
+def _on_cores_of(device: Device) -> Iterator[None]:
+    """Run PyTorch on as many cores as a share of this machine's CPU has; ProfilerError if this process may not use so many."""
+    import torch
+
     threads, before = torch.get_num_threads(), machine.usable_cores()
+    cores = machine.core_groups(before, threads_of(device), 1)[0]
     try:
         machine.pin(cores)
-        device = with_clock(device)
         torch.set_num_threads(len(cores))
-        sentinel = machine.Sentinel()
-        jobs = {key: (row, partial(_measured, call, device, sentinel)) for key, (call, row) in calls.items()}
-        with torch.inference_mode():
-            return _labelled(jobs, Path(out), device, Counter(), rounds=2, resume=resume, progress=progress)
+        yield
     finally:
         machine.pin(before)
         torch.set_num_threads(threads)
@@ -143,8 +152,9 @@ def measure_operators(
         for row in table[runs].to_dict("records")
     }
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    where = _on_cores_of(here) if on_cpu and clock is None else contextlib.nullcontext()
     try:
-        with torch.inference_mode(), torch.device("cpu" if on_cpu else "cuda"):
+        with where, torch.inference_mode(), torch.device("cpu" if on_cpu else "cuda"):
             return _labelled(jobs, Path(out), here, failures, resume=resume, max_seconds=max_seconds, progress=progress)
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
@@ -187,7 +197,7 @@ def _labelled(
                 continue
             new.add(key)
             for framework, (seconds, noise) in labels.items():
-                found = {"key": key, **row, "framework": framework, "seconds": seconds, "noise": noise}
+                found = {"key": key, **row, "device": device.name, "framework": framework, "seconds": seconds, "noise": noise}
                 file.write(json.dumps({k: v for k, v in found.items() if v == v}) + "\n")
             file.flush()
     table, failures = pd.read_json(folder / _PARTIAL, lines=True), failures + Counter(refused.values())
@@ -208,16 +218,13 @@ def _known(folder: Path, device: Device, resume: bool) -> Counter[str]:
         return Counter()
     if not resume:
         raise DatasetError(f"{folder} holds labels already: go on with --resume, or choose another folder")
-    try:
-        of = load_operators(folder)["device"].unique().tolist()
-    except DatasetError:  # the run was killed before it wrote a dataset
-        of = [device.name]
-    if of != [device.name]:
-        raise DatasetError(f"{folder} holds labels of {', '.join(of)}, not of {device.name}")
     lines = (folder / _PARTIAL).read_text(encoding="utf-8").splitlines(keepends=True)
     whole = [line for line in lines if line.endswith("\n")]  # the last one may be torn
+    rows = list(map(json.loads, whole))
+    if others := sorted({row.get("device", device.name) for row in rows} - {device.name}):
+        raise DatasetError(f"{folder} holds labels of {', '.join(others)}, not of {device.name}")
     write_text(folder / _PARTIAL, "".join(whole))
-    return Counter(row["key"] for row in map(json.loads, whole) if row["framework"] == TORCH)
+    return Counter(row["key"] for row in rows if row["framework"] == TORCH)
 
 
 def _distinct(networks: Iterable[str | Network]) -> dict[str, tuple[Call, dict[str, Any]]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -49,6 +50,8 @@ def test_operators_are_measured_warm_and_cold_and_a_run_goes_on(tmp_path: Path) 
     partial = tmp_path / "l" / "measured.jsonl"
     in_the_second_round = "".join(partial.read_text().splitlines(keepends=True)[:7])
     partial.write_text(in_the_second_round + '{"key": "half a li')
+    with pytest.raises(DatasetError, match=r"holds labels of .*@1, not of another"):  # though it was killed before its dataset
+        library._known(tmp_path / "l", SimpleNamespace(name="another"), True)  # type: ignore[arg-type]
     again = profile_library([network(), network(80)], out=tmp_path / "l", resume=True)
     assert (again.new, again.labels) == (5, 10), "what was measured twice is not measured again"
     rounds, table = pd.read_json(partial, lines=True), load_operators(tmp_path / "l")
@@ -120,11 +123,12 @@ def test_a_list_that_takes_too_long_goes_on(tmp_path: Path) -> None:
     assert 0 < report.new < report.labels == 9
 
 
-def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path: Path, command: Command) -> None:
-    path, out = tmp_path / "list.csv", tmp_path / "out"
+def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path, command: Command, monkeypatch) -> None:
+    path, out, used, clock = tmp_path / "list.csv", tmp_path / "out", set(), library.wall_clock
+    monkeypatch.setattr(library, "wall_clock", lambda f: used.add((torch.get_num_threads(), len(usable_cores()))) or clock(f))
     path.write_text("op,dtype,kernel,m,n,k\ngemm,float32,,64,64,64\ngemm,float32,linear,64,64,64\n")
     command("measure", path, "--device", "this-cpu@1", "--out", out)
-    assert 0 < load_operators(out)["seconds"][0] < 0.1
+    assert 0 < load_operators(out)["seconds"][0] < 0.1 and used == {(1, 1)}, "on the cores of the share"
     assert set(load_operators(out)["kernel"]) == {"", "linear"}, "one has a bias"
     assert "no GPU here that PyTorch can use" in command.error("measure", path, "--out", tmp_path / "gpu")
     path.write_text("op,dtype,m,n,k\ngemm,float32,64,64,\n")
