@@ -73,9 +73,11 @@ class BundleReport:
 class _Draft:
     """The unfinished bundle: what was built so far. It is written every now and then, and when building ends for any reason."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._saved_at, self._save_s = path, time.monotonic(), 0.0
+    def __init__(self, path: Path, arch: str) -> None:
+        self._path, self._arch, self._saved_at, self._save_s = path, arch, time.monotonic(), 0.0
         self.bundle = read_bundle(path) if path.exists() else Bundle({}, {}, {}, {}, [], {})
+        if (begun_for := self.bundle.note.get("arch", arch)) != arch:
+            raise BundleError(f"{path} was begun for {begun_for}, not for {arch}: choose another file")
         self.statuses = Counter(kernel.status for kernel in self.bundle.kernels)
         #: Tasks for which nothing more is drawn: their spaces hold no more, or they were given up.
         self.exhausted: set[str] = set(self.bundle.note.get("exhausted", ()))
@@ -90,7 +92,7 @@ class _Draft:
 
     def save(self) -> None:
         started = time.monotonic()
-        write_bundle(self._path, replace(self.bundle, note={"exhausted": sorted(self.exhausted)}), level=1)
+        write_bundle(self._path, replace(self.bundle, note={"arch": self._arch, "exhausted": sorted(self.exhausted)}), level=1)
         self._saved_at = time.monotonic()
         self._save_s = self._saved_at - started
 
@@ -208,7 +210,7 @@ def make_bundle(
         tasks = [t for t in tasks if t.hash in parents]
         if not tasks:
             raise ProfilerError(f"{mutants_of} has no measured program of these tasks on {device.name}")
-    draft = _Draft(unfinished)
+    draft = _Draft(unfinished, arch)
     plans = {task.hash: _TaskPlan(task, parents.get(task.hash, ()), config, draft) for task in tasks}
     bundle, started, before = draft.bundle, time.perf_counter(), len(draft.bundle.kernels)
     try:

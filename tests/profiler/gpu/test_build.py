@@ -158,6 +158,8 @@ def test_a_half_made_bundle_goes_on_where_it_was(source: Path, tmp_path: Path) -
         make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source, progress=stop)
     with pytest.raises(BundleError, match="--resume"):
         make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
+    with pytest.raises(BundleError, match="was begun for sm_90, not for sm_75"):
+        make_bundle(["mlp"], device="t4", out=out, config=CONFIG, tasks_of=source, resume=True)
     built: list[int] = []
     options = {"resume": True, "progress": lambda p: built.append(p.done)}
     assert make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source, **options).statuses["ok"] == 4
@@ -176,9 +178,7 @@ def test_bad_requests_are_refused(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("network", "error", "message"), [("nonesuch", NetworkError, "unknown network"), ("resnet18", ProfilerError, "no task")]
 )
-def test_networks_without_tasks_are_refused(
-    source: Path, tmp_path: Path, network: str, error: type[Exception], message: str
-) -> None:
+def test_networks_without_tasks_are_refused(source: Path, tmp_path: Path, network: str, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         make_bundle([network], device="h200", out=tmp_path / "x", tasks_of=source)
 
