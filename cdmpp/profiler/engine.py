@@ -85,6 +85,12 @@ class BuildConfig:
     builders: int | None = None
     build_timeout_s: float = 20.0
 
+    def __post_init__(self) -> None:
+        for name in ("builders", "build_timeout_s", "run_timeout_s", "programs_per_task", "limit"):
+            value = getattr(self, name, None)
+            if value is not None and not value > 0:
+                raise ProfilerError(f"{name.removesuffix('_s').replace('_', ' ')}: above 0 is needed, got {value:g}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Built:

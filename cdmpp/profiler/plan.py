@@ -214,8 +214,7 @@ def replay_plan(
             by_task[program.task_hash].append(program)
     chosen: dict[str, list[BuildJob]] = defaultdict(list)
     for p in evenly(by_task, seed)[:limit]:
-        space = None if p.space_hash is None else source.spaces[p.space_hash]
-        chosen[p.task_hash].append(BuildJob(p, source.task_of(p), space))
+        chosen[p.task_hash].append(BuildJob(p, source.task_of(p), source.spaces.get(p.space_hash or "")))
     return FixedPlan([job for jobs in chosen.values() for job in jobs])
 
 

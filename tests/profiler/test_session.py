@@ -128,12 +128,12 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, number: signal.Signals
     assert kept < set(records["program"]) and records["program"].is_unique
 
 
-def test_devices_that_are_not_here_are_refused(tmp_path: Path) -> None:
+def test_task_files_and_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfilerError, match="those of another"):
         profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK_PROFILE)
-
-
-def test_task_files(tmp_path: Path) -> None:
+    for name in ("builders", "build_timeout_s", "run_timeout_s", "programs_per_task", "limit"):
+        with pytest.raises(ProfilerError, match=r"above 0 is needed, got 0"):
+            replace(QUICK_PROFILE, **{name: 0})
     (tmp_path / "a.json").write_text('{"tasks": ["0123456789abcdef"]}')
     (tmp_path / "b.txt").write_text("0123456789abcdef\nfedcba9876543210\n")
     (tmp_path / "c.json").write_text("{")
