@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 
 #: Bytes of arguments that are kept between batches, for programs with the same signature.
 _ARGUMENT_CACHE_BYTES = 2 << 30
-#: A program whose fastest sample takes more than this many times as long as the best of its task is clearly slower. For it two
-#: undisturbed samples are enough, as labels repeat to a few per cent.
-_CLEARLY_SLOWER = 1.25
+#: A program is clearly slower than the best of its task if its fastest sample exceeds that by more than so many times the
+#: noise, which is the distance to the second fastest, within bounds (labels repeat to a few per cent). For it two undisturbed
+#: samples are enough.
+_TIMES_NOISE, _CLEARLY_SLOWER = 3.0, (0.1, 0.25)
 #: Most samples of a program, disturbed ones included, as a multiple of ``SamplingPlan.max_samples``.
 _MAX_TAKEN = 2
 #: Undisturbed samples to take of the sentinel program, in at most three times as many attempts.
@@ -186,7 +187,11 @@ class LoadedProgram:
     @property
     def clearly_slower(self) -> bool:
         """Whether it is clearly slower than the best of its task, if that is known."""
-        return self.best_s is not None and len(self.calm) >= 2 and min(self.calm) > _CLEARLY_SLOWER * self.best_s
+        if self.best_s is None or len(self.calm) < 2:
+            return False
+        fastest, second = sorted(self.calm)[:2]
+        least_s, most_s = (part * self.best_s for part in _CLEARLY_SLOWER)
+        return fastest > self.best_s + min(most_s, max(least_s, _TIMES_NOISE * (second - fastest)))
 
     @property
     def wants_more(self) -> bool:
@@ -436,8 +441,8 @@ class _Item:
         """Make the best attempt so far the result: an undisturbed one before a disturbed one, then the fastest."""
         tries = [m for m in (self.best, self.measured) if m is not None and m.status == "ok"]
         if tries:
-            self.best = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, engine.label(m.samples_s)))
-            self.measured = self.best
+            best = min(tries, key=lambda m: (m.meta.get("disturbed", 0.0) > 0, engine.label(m.samples_s)))
+            self.measured = self.best = replace(best, run_s=sum(m.run_s for m in tries))
 
 
 class CpuMeasurer(engine.Measurer):
@@ -553,10 +558,10 @@ class CpuMeasurer(engine.Measurer):
         disturbed = done.steal_pct > config.max_steal_pct or drift > config.max_drift
         for item in batch:
             item.attempts += 1
+            item.settle()
             if item.measured is None or item.measured.status != "ok":
                 self._finish(item, done, baseline_s)
                 continue
-            item.settle()
             share = item.measured.meta.get("disturbed", 0.0)
             if item.attempts > 1:
                 self._retried += 1
@@ -613,8 +618,9 @@ class CpuMeasurer(engine.Measurer):
                 continue
             item.deaths += 1
             if item.deaths >= 2:
-                Path(item.built.path).unlink(missing_ok=True)
-                self.fail(item.job, "run_error", f"the measuring process died with it twice, last {reason}")
+                error = f"the measuring process died with it twice, last {reason}"
+                item.measured = engine.Measured(item.built.program, "run_error", error=error)
+                self._finish(item)
             else:
                 self._batches.append([item])
 
@@ -625,11 +631,8 @@ class CpuMeasurer(engine.Measurer):
             self._runner_died(worker, "sampling took too long")
             return
         worker.replace()
-        slow.measured = slow.best
-        if slow.measured is None:
-            batch.remove(slow)
-            Path(slow.built.path).unlink(missing_ok=True)
-            self.fail(slow.job, "run_timeout", f"one run took over {self.config.run_timeout_s:g} s")
+        error, spent_s = f"one run took over {self.config.run_timeout_s:g} s", self.config.first_run_s
+        slow.measured = slow.best or engine.Measured(slow.built.program, "run_timeout", error=error, run_s=spent_s)
         for item in batch:
             if item.measured is not None:
                 self._finish(item)

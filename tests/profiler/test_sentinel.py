@@ -140,10 +140,13 @@ def test_a_sample_during_which_the_core_was_taken_away_is_disturbed(monkeypatch:
     assert program.disturbed == [1.0] and not program.calm
 
 
-@pytest.mark.parametrize(("best_s", "taken"), [(None, 9), (1.6, 9), (1.59, 3)])
-def test_what_is_clearly_slower_than_the_best_is_not_sampled_to_the_end(best_s: float | None, taken: int) -> None:
-    """The first sample, of 1 s, is disturbed; the others take 2 s and more."""
+@pytest.mark.parametrize(
+    ("best_s", "step_s", "taken"), [(None, 1, 9), (1.6, 1, 9), (1.59, 1, 3), (1.82, 0.01, 9), (1.81, 0.01, 3)]
+)
+def test_what_is_clearly_slower_than_the_best_is_not_sampled_to_the_end(best_s: Any, step_s: float, taken: int) -> None:
+    """The first sample, of 1 s, is disturbed; the others take 2 s and more. Without noise a tenth is enough."""
     program = loaded([False], SamplingPlan(min_samples=8, max_samples=8), best_s)
+    program._values = iter([1.0, *(2.0 + step_s * i for i in range(9))])
     while program.wants_more:
         program.sample()
     found, disturbed = program.result()
@@ -160,7 +163,8 @@ def outcomes(attempts: list[tuple[float, float]]) -> tuple[list[Outcome], int]:
     measurer = CpuMeasurer(CpuConfig(), {}, Executor(), None)
     item = item_of("p")
     for n, (latency_s, share) in enumerate(attempts, 1):
-        item.measured = Measured("p", "ok", (latency_s,) * 4, meta={"disturbed": share})
+        status = "ok" if latency_s else "run_timeout"
+        item.measured = Measured("p", status, (latency_s,) * 4, meta={"disturbed": share}, run_s=1.0)
         measurer._batch_done([item], BatchDone(1e-3, 1e-3, 0.0, "fifo"))
         if measurer.outcomes:
             return list(measurer.outcomes), n
@@ -173,6 +177,7 @@ def outcomes(attempts: list[tuple[float, float]]) -> tuple[list[Outcome], int]:
     [
         ([(1.0, 0.0)], 1.0, 1),
         ([(2.0, 0.9), (1.5, 0.0)], 1.5, 2),
+        ([(2.0, 0.9), (0.0, 0.0), (1.9, 0.0)], 1.9, 3),  # the second failed
         ([(2.0, 0.9), (1.8, 0.9), (1.9, 0.5)], 1.8, 3),  # never left alone: the fastest
         ([(1.0, 0.9), (1.2, 0.0)], 1.2, 2),  # undisturbed counts, though it is slower
     ],
@@ -181,6 +186,7 @@ def test_disturbed_programs_are_measured_again_later(attempts: list[tuple[float,
     found, n = outcomes(attempts)
     assert [o.latency_s for o in found] == [latency_s]
     assert n == taken == found[0].meta["attempts"]
+    assert found[0].meta["run_s"] == sum(bool(latency_s) for latency_s, _ in attempts), "what all of them took"
 
 
 def test_measuring_again_is_given_up_where_it_does_not_help() -> None:
