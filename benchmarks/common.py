@@ -45,7 +45,7 @@ TITLES = {
 }  # fmt: skip
 PERCENT = {
     "mape", "median_ape", "within_20pct", "top1_regret", "top1_regret_of_32", "top5_regret", "noise_floor_mape",
-    "end to end", "NeuSight end to end", "APE", "NeuSight's APE", "dropped", "equal", "reached", "against all runs",
+    "end to end", "NeuSight end to end", "APE", "NeuSight's APE", "dropped", "equal", "reached", "search", "against all runs",
     "rounds differ by", "worst tenth", "largest APE", "in interval", "below it", "right", "stated", "ours, on the same",
     "median regret", "mean regret", "fastest or within 5 %",
 }  # fmt: skip

@@ -12,8 +12,9 @@ of four. ``two`` tunes for two cores; so does ``warm``, starting from the result
 ``--out``. The best program of each run (by its own label) is measured again at the end, all by one procedure: alone, without
 builds meanwhile, in turn, ``--repeats`` times; the median counts. Ratios are of cdmpp over another run:
 
-* ``trials``: trials until its best label was within 1 % of the other's final one, over the other's trials; twice its trials
-  if it never was (``reached`` is the fraction of runs that were). ``time`` is the same in wall seconds.
+* ``trials``: measurements until its best label was within 1 % of the other's final one, over the other's measurements; twice
+  these if it never was (``reached`` is the fraction of runs that were). ``time`` is the same in wall seconds. ``needed`` is
+  over the measurements until the other was there itself; ``search`` is the CPU time of the search over the wall time.
 * ``final latency``: measured again. ``trimmed`` over ``cdmpp`` also has ``cost``, the CPU seconds of search, building and
   measuring, and ``equal``, the fraction that is at most 2 % slower; ``on the device``, the seconds there; and ``at as many``,
   the best label over cdmpp's best after as many measurements. ``stopped`` cuts the trimmed runs' curves where
@@ -134,9 +135,9 @@ def tuned_alone(args: argparse.Namespace, task: Task, run: str, name: str, seed:
 
 
 def measured_labels(out: Path) -> list[float | None]:
-    """Labels of a tuning's programs in the order of measurement, None for failures."""
+    """First labels of a tuning's programs in the order of measurement, None for failures."""
     frame = Dataset.open(out / "measured").records
-    frame = frame[frame["origin"] != "unscheduled"]
+    frame = frame[frame["origin"] != "unscheduled"].drop_duplicates("program")
     return [float(r.latency_s) if r.status == "ok" else None for r in frame.itertuples()]
 
 
@@ -193,9 +194,12 @@ def compare(ours: Row, theirs: Row) -> dict[str, float]:
     """Ratios of two runs of a task with one seed."""
     trials = trials_until(ours["labels_s"], theirs["best_s"])
     seconds = seconds_until(ours["curve"], theirs["best_s"])
-    wall_s = theirs["costs"]["wall_s"]
+    wall_s, measured = theirs["costs"]["wall_s"], len(theirs["labels_s"])
+    taken = NEVER * measured if trials is None else trials
     return {
-        "trials": NEVER if trials is None else trials / theirs["trials"],
+        "trials": taken / measured,
+        "needed": taken / (trials_until(theirs["labels_s"], theirs["best_s"]) or measured),
+        "search": ours["costs"]["search_cpu_s"] / ours["costs"]["wall_s"],
         "time": NEVER * ours["costs"]["wall_s"] / wall_s if seconds is None else seconds / wall_s,
         "final latency": ours["final_s"] / theirs["final_s"],
         "reached": float(trials is not None),
@@ -233,9 +237,9 @@ def geometric_figure(name: str, pairs: Sequence[Row]) -> Figure:
     seed, task = (np.array([pair[key] for pair in pairs]) for key in ("seed", "task"))
     values, spread, interval = {}, {}, {}
     for metric in pairs[0]:
-        if metric in ("equal", "dropped", "reached"):
+        if metric in ("equal", "dropped", "reached", "search"):
             values[metric] = statistics.fmean(pair[metric] for pair in pairs)
-        elif metric in ("trials", "time", "final latency", "cost", "on the device", "at as many"):
+        elif metric not in ("run", "task", "seed"):
             logs = np.log([pair[metric] for pair in pairs])
             values[metric] = float(np.exp(logs.mean()))
             spread[metric] = spread_of([float(np.exp(logs[seed == s].mean())) for s in np.unique(seed)])
@@ -247,7 +251,7 @@ def kept(rows: Iterable[Row]) -> list[Row]:
     """The entries of runs that the result file keeps; ``--out`` has their labels, curves and costs."""
     left_out = ("labels_s", "curve", "costs", "weights", "folder")
     return [
-        {**{k: row["costs"][k] for k in ("wall_s", "cpu_s", "dropped")},
+        {**{k: row["costs"][k] for k in ("wall_s", "cpu_s", "search_cpu_s", "dropped")},
          **{k: v for k, v in row.items() if k not in left_out}}
         for row in rows
     ]  # fmt: skip

@@ -22,11 +22,18 @@ from benchmarks.schedule_transfer import (
     order_of_others,
     regret_in_order,
 )  # fmt: skip
+from benchmarks.tuning import compare
 from cdmpp.dataset import Dataset
 from cdmpp.errors import PredictorError
 from cdmpp.tuner.cost_model import Encoded, OnlineModel
 from cdmpp.tuner.warm_start import nearest_device
 from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_measured, failure, program, record
+
+
+def test_tunings_are_compared_by_what_both_measured() -> None:
+    ours = {"labels_s": [3.0, None, 1.0], "curve": [], "costs": {"wall_s": 2.0, "search_cpu_s": 1.0}, "final_s": 1.0}
+    found = compare(ours, {**ours, "labels_s": [4.0, 1.0, 2.0, 3.0], "best_s": 1.0, "trials": 16})
+    assert (found["trials"], found["needed"], found["search"]) == (0.75, 1.5, 0.5)
 
 
 class Flat:
