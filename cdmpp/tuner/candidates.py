@@ -21,6 +21,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -413,7 +414,8 @@ class _Space:
 
 class DecisionSearch:
     """The search for one task. `score` returns predicted log seconds, float64 (n,), of MetaSchedule's candidates, infinite for
-    failed ones. A round has `batch` candidates. `earlier` programs are parents from the start."""
+    failed ones. A round has `batch` candidates. `earlier` programs are parents from the start. Nothing is replayed when the
+    monotonic clock has reached `until`."""
 
     def __init__(
         self,
@@ -422,8 +424,9 @@ class DecisionSearch:
         batch: int,
         seed: int,
         earlier: Sequence[Candidate] = (),
+        until: float = math.inf,
     ) -> None:
-        self._tuner, self._score, self._batch = tuner, score, batch
+        self._tuner, self._score, self._batch, self._until = tuner, score, batch, until
         self._rng = random.Random(f"{tuner.task.hash}:{seed}")
         self.counts = SearchCounts()
         #: The design spaces, and the index of each by the JSON of its instructions.
@@ -514,7 +517,7 @@ class DecisionSearch:
         """Replay the programs that are new, and predict them."""
         before = set(self._log_s)
         for genes in wanted:
-            if genes in self._hashes:
+            if genes in self._hashes or time.monotonic() >= self._until:
                 continue
             space = self._spaces[genes[0]]
             self.counts.replayed += 1

@@ -197,6 +197,8 @@ class Progress:
         #: Joules of earlier runs; None if they were not counted, so that this tuning's total is unknown.
         self._before_j = self.costs.energy_j if self.costs.wall_s > 0 else 0.0
         self._began = self._cpu = 0.0
+        #: Where the monotonic clock stands when the time budget ends.
+        self.until = math.inf
 
     @property
     def latency_s(self) -> float | None:
@@ -211,6 +213,7 @@ class Progress:
     def start(self, batch: int) -> None:
         """Continue the clocks of earlier runs, and count the programs that those measured, in rounds of `batch` candidates."""
         self._began = time.monotonic() - self.costs.wall_s
+        self.until = self._began + (self.objective.budget_s or math.inf)
         self._cpu = time.process_time() - self.costs.search_cpu_s
         programs = self._store.dataset.programs
         for digest, latency_s in self.known.items():
@@ -240,8 +243,7 @@ class Progress:
     @property
     def time_left_s(self) -> float | None:
         """Seconds left of the time budget; None without one."""
-        budget_s = self.objective.budget_s
-        return None if budget_s is None else max(0.0, budget_s - (time.monotonic() - self._began))
+        return None if self.until == math.inf else max(0.0, self.until - time.monotonic())
 
     @property
     def trials_left(self) -> float:

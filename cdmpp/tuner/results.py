@@ -408,7 +408,7 @@ def write_report(report: TuneReport, folder: Path) -> None:
     """Write ``report.json`` and, where matplotlib is installed and there is a curve, ``curve.png`` and ``report.html``."""
     text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
     with writing(folder / JSON_FILE):
-        (folder / JSON_FILE).write_text(text, encoding="utf-8")
+        write_text(folder / JSON_FILE, text)
     if not report.curve.points:
         return
     try:
@@ -418,7 +418,7 @@ def write_report(report: TuneReport, folder: Path) -> None:
         return
     with writing(folder / HTML_FILE):
         (folder / FIGURE_FILE).write_bytes(png)
-        (folder / HTML_FILE).write_text(_html(report, png), encoding="utf-8")
+        write_text(folder / HTML_FILE, _html(report, png))
 
 
 def write_page(folder: Path, out: Path) -> dict[str, Any]:
@@ -467,6 +467,7 @@ def curve_figure(report: TuneReport) -> bytes:
 def summary_lines(report: TuneReport) -> list[str]:
     """The results and costs of a tuning, in sentences."""
     costs, ended = report.costs, dict[str, list[str]]()
+    share = costs.search_cpu_s / max(costs.wall_s, 1e-9)
     for task in report.tasks:
         if task.finished:
             ended.setdefault(task.finished.partition(":")[0].capitalize(), []).append(task.name)
@@ -488,12 +489,15 @@ def summary_lines(report: TuneReport) -> list[str]:
     lines += [
         f"{costs.trials} trials: {costs.measurements} measured, {costs.failures} of them failed, {costs.dropped} "
         f"dropped (some {costs.saved_s:.0f} s saved).",
-        f"{costs.wall_s:.0f} s: {costs.search_cpu_s:.0f} CPU seconds of search, {costs.build_s:.0f} of building, "
-        f"{costs.device_s:.0f} s on the device.",
+        f"{costs.wall_s:.0f} s: {costs.search_cpu_s:.0f} CPU seconds of search ({share:.0%} of the time), {costs.build_s:.0f} "
+        f"of building, {costs.device_s:.0f} s on the device.",
         "Energy: the device does not tell."
         if costs.energy_j is None
         else f"Energy: {costs.energy_j:.0f} J of the whole device, with whatever else ran on it.",
     ]
+    if search := report.learned.get("search"):
+        counts = "{replayed} programs replayed, {rejected} rejected by TVM, {equal} equal to another, {distinct} distinct"
+        lines.append(f"Search: {counts.format(**search)}.")
     if report.gain_next_minute is not None:
         lines.append(f"Another minute is expected to bring {100 * report.gain_next_minute:.1f} %.")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,7 +63,7 @@ def make_models(config: TuneConfig, device: Device) -> Models:
 class Searches:
     """Proposes candidates of tasks, and learns from their outcomes. It may run in a process of its own
     (:mod:`cdmpp.tuner.workers`), so tasks are passed in as hashes and candidates are returned as jobs. `commit` adds a program
-    that ran to MetaSchedule's `database`."""
+    that ran to MetaSchedule's `database`. cdmpp's own searches end when the monotonic clock reaches `until`."""
 
     def __init__(
         self,
@@ -71,10 +72,11 @@ class Searches:
         config: TuneConfig,
         database: Any,
         commit: Callable[[TaskTuner, Candidate, float], None],
+        until: float = math.inf,
     ) -> None:
         self._model, self._guard = models
         self._by_hash = {tuner.task.hash: tuner for tuner in tuners}
-        self._config, self._database, self._commit = config, database, commit
+        self._config, self._database, self._commit, self._until = config, database, commit, until
         #: Coverage of the intervals by which candidates are dropped.
         self._coverage = config.trim if config.cost_model == "cdmpp" else None
         #: Programs of earlier tunings to measure before any search, by task, best first.
@@ -103,7 +105,7 @@ class Searches:
 
             self._first, learned = warm_start(earlier, self._by_hash, device, self._model, say)
             number = sum(map(len, self._first.values()))
-            say(f"earlier records: learned from {learned}, {number} programs will be measured first")
+            say(f"earlier records: learned from {learned}, {number} programs come first where their task is tuned")
             self._parents.update({task: list(found) for task, found in self._first.items()})
         self._known.update(labels)
         seen = defaultdict[str, list[Candidate]](list)
@@ -171,7 +173,8 @@ class Searches:
     def prepare(self) -> None:
         """Begin the searches of all tasks, as far as this is possible before anything is measured."""
         for task in self._by_hash if self._config.own_search else ():
-            self._begun(task)
+            if time.monotonic() < self._until:
+                self._begun(task)
 
     def _begun(self, task: str) -> DecisionSearch | None:
         """A task's search, begun if it was not; cdmpp's own has sampled a few programs. None for TVM's search."""
@@ -180,7 +183,8 @@ class Searches:
             if config.own_search:
                 score = functools.partial(self._log_s, tuner.context)
                 parents = self._parents.pop(task, [])
-                self._searches[task] = search = DecisionSearch(tuner, score, config.batch, config.seed, parents)
+                search = DecisionSearch(tuner, score, config.batch, config.seed, parents, self._until)
+                self._searches[task] = search
                 search.sample(config.batch)
             else:
                 from cdmpp.tuner.cost_model import GuardedModel
@@ -264,7 +268,8 @@ class TuningSession:
         found = self.searches.propose(self.tuners[task].task.hash, state.latency_s, first)
         with progress.lock:
             if found is None:
-                progress.give_up(task, "its space gives no more valid programs")
+                if progress.time_left_s != 0.0:  # else the search was cut short
+                    progress.give_up(task, "its space gives no more valid programs")
                 return
             progress.plan(len(found[0]))  # until the candidates to measure are chosen
         self._under_way.append((task, self._background.submit(self._chosen, task, *found)))
@@ -310,7 +315,8 @@ class TuningSession:
         if self._config.cost_model != "cdmpp" or len(states) < 2:
             return
         for task, state in states.items():
-            if state.untuned_s is not None and not state.measured and not state.finished:
+            open_ = not state.measured and not state.finished and self._progress.time_left_s != 0.0
+            if state.untuned_s is not None and open_:
                 gain = self.searches.expected_gain(self.tuners[task].task.hash, state.untuned_s)
                 gains[task] = state.weight * state.untuned_s * gain
         network_s = sum(state.weight * (state.latency_s or 0.0) for state in states.values())
@@ -404,23 +410,20 @@ def measure_close_again(
     if not groups or progress.time_left_s == 0.0:
         return
     programs = [dataset.programs[digest] for close in groups for digest in close]
-    jobs = [
-        BuildJob(p, dataset.tasks[p.task_hash], None if p.space_hash is None else dataset.spaces[p.space_hash])
-        for p in programs
-    ]
+    jobs = [BuildJob(p, dataset.tasks[p.task_hash], dataset.spaces.get(p.space_hash or "")) for p in programs]
     runs: dict[str, list[Outcome]] = {program.hash: [] for program in programs}
     for _ in range(_RUNS):
         for outcome in in_time(measurer, measurer.submit(jobs), progress.time_left_s):
             if outcome is not None and outcome.latency_s is not None:
                 runs[outcome.job.program.hash].append(outcome)
-    changed = 0
+    groups = [close for close in groups if all(len(runs[digest]) == _RUNS for digest in close)]  # all of the same two runs
     for close in groups:
-        # compare only labels of the same two runs
-        if all(len(runs[digest]) == _RUNS for digest in close):
-            for digest in close:
-                for outcome in sorted(runs[digest], key=lambda o: -(o.latency_s or 0.0)):
-                    store.add(outcome)  # the last one is the label
-                    progress.count_costs(outcome)
-            changed += progress.relabel(store.outcomes(), dataset.programs[close[0]].task_hash)
+        for digest in close:
+            for outcome in sorted(runs[digest], key=lambda o: -(o.latency_s or 0.0)):
+                store.add(outcome)  # the last one is the label
+                progress.count_costs(outcome)
+    labels = store.outcomes()
+    changed = sum(progress.relabel(labels, dataset.programs[close[0]].task_hash) for close in groups)
     store.open_database(tuners, anew=True)
-    say(f"{len(programs)} programs of {len(groups)} tasks were close: measured again, another is the best in {changed}")
+    number = sum(map(len, groups))
+    say(f"{number} programs of {len(groups)} tasks were close: measured again, another is the best in {changed}")

@@ -166,7 +166,7 @@ class _Tuning:
                 open_.enter_context(measurer)
             progress.start(config.batch)
             if cores is None:
-                searches = session.Searches(tuners, models, config, store.database, store.commit)
+                searches = session.Searches(tuners, models, config, store.database, store.commit, progress.until)
                 searches.begin(store.dataset, progress.known, self._earlier, device, self.say)
                 session.measure_untuned(tuners, measurer, progress, searches.prepare)
                 stopped = session.TuningSession(dict(enumerate(tuners)), searches, measurer, progress, config).run()
@@ -179,10 +179,10 @@ class _Tuning:
                 if guard is not None and guard.validity.model is not None:
                     # it was loaded or trained here: the workers need not do it again
                     config = replace(config, validity=guard.validity.model)
-                stopped, found = tune_with_workers(
+                stopped, of_workers = tune_with_workers(
                     tuners, tasks, store, measurer, progress, config, device, cores, self._earlier, self.say
                 )
-                learned = _together(found)
+                learned = _together(of_workers)
             # Tasks that no schedule makes faster enter the database untuned. This waits until the search has ended, because it
             # cannot mutate a trace without sampling decisions (a resumed tuning rebuilds the database without them).
             for tuner, state in zip(tuners, progress.states, strict=True):
@@ -191,22 +191,10 @@ class _Tuning:
                     store.commit(tuner, candidate, untuned_s)
             keep(store.dataset, device, store.outcomes())
             store.close(done=True)
-        report = TuneReport(
-            name,
-            device.name,
-            config.cost_model,
-            config.seed,
-            stopped,
-            TaskResult.all_of(tasks, progress.states),
-            progress.untuned_s,
-            progress.latency_s,
-            progress.curve.gain(),
-            progress.costs,
-            progress.curve,
-            learned,
-            shards=config.shards,
-        )
-        return report, store.database
+        what = name, device.name, config.cost_model, config.seed, stopped
+        found = TaskResult.all_of(tasks, progress.states), progress.untuned_s, progress.latency_s
+        taken = progress.curve.gain(), progress.costs, progress.curve
+        return TuneReport(*what, *found, *taken, learned, shards=config.shards), store.database
 
 
 def _together(learned: Sequence[dict[str, Any]]) -> dict[str, Any]:

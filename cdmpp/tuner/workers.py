@@ -84,6 +84,7 @@ def run_worker(
     config: TuneConfig,
     earlier: Sequence[str | Path],
     folder: Path,
+    until: float,
 ) -> None:
     """Answer method calls on :class:`~cdmpp.tuner.session.Searches` (runs in its own process). An answer is the result or an
     error, CPU seconds, records for the database as (task, ``TuningRecord.as_json``), and messages to show."""
@@ -111,7 +112,7 @@ def run_worker(
     try:
         models = make_models(config, device)
         tuners, _ = make_tuners(tasks, device, config, said.append)
-        searches = Searches(tuners, models, config, database, commit)
+        searches = Searches(tuners, models, config, database, commit, until)
         dataset = Dataset.open(folder / DATASET_FOLDER)
         searches.begin(dataset, labels_of(dataset, device), earlier, device, said.append)
         answer(None)
@@ -222,7 +223,7 @@ def tune_with_workers(
     with ThreadPoolExecutor(len(parts)) as pool:
         try:
             for number, part in enumerate(parts):
-                start = (cores[number], [tasks[i] for i in part], device, config, earlier, store.folder)
+                start = (cores[number], [tasks[i] for i in part], device, config, earlier, store.folder, progress.until)
                 searches = _Remote(number, start, tuners, store, progress, say)
                 session = TuningSession({i: tuners[i] for i in part}, searches, measurer, progress, config)
                 # enough for a round of each of its tasks, so that a worker that begins slowly gets them too

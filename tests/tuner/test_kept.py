@@ -85,6 +85,8 @@ class Lucky(FakeEngine):
 def test_close_programs_are_measured_again_before_the_best_is_named(tmp_path: Path) -> None:
     engine, said = Lucky(), list[str]()
     report = tuned(engine, tmp_path / "t", 6, notify=said.append)
+    share, text = report.costs.search_cpu_s / report.costs.wall_s, " ".join(summary_lines(report))
+    assert f"CPU seconds of search ({share:.0%} of the time)" in text and " programs replayed, " in text
     again = engine.measured[7:]
     assert len(again) == 6 and again[:3] == again[3:], "the best three, in turn"
     assert any("3 programs of 1 tasks were close" in line for line in said)

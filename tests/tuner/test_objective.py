@@ -19,15 +19,12 @@ def curve(latency_s: Any, times: Sequence[float]) -> Curve:
     return Curve([Point(t, 2 * i, i, latency_s(t)) for i, t in enumerate(times)])
 
 
-def test_forecast_of_known_answer() -> None:
+def test_forecast_of_known_answer_from_the_later_part_if_there_are_some_points() -> None:
     straight = curve(lambda t: t**-0.3, [10, 20, 40, 60, 80, 100])
     assert straight.gain(60) == pytest.approx(1 - 1.6**-0.3)
     assert straight.gain(0) == 0
     assert curve(lambda t: 3.0, [10, 20, 40, 60, 80, 100]).gain() == 0
     assert curve(lambda t: t, [10, 20, 40, 60, 80, 100]).gain() == 0, "a gain is never negative"
-
-
-def test_forecast_looks_at_the_later_part_and_needs_some_points() -> None:
     assert curve(lambda t: 100 / t if t < 25 else 4.0, [1, 5, 10, 25, 50, 75, 100]).gain() == 0
     assert curve(lambda t: 1.0, [10, 20, 30]).gain() is None
     assert Curve().gain() is None
@@ -71,15 +68,12 @@ def state(weight: float, history: list[float], finished: str = "") -> TaskState:
     return TaskState("t", weight, best_s=best, history=history, finished=finished)
 
 
-def test_every_task_gets_a_round_first_then_the_most_promising() -> None:
+def test_every_task_gets_a_round_first_then_the_most_promising_that_is_neither_finished_nor_busy() -> None:
     assert next_task([state(1, [1.0]), state(1, [])]) == 1
     assert next_task([state(1, [1.0]), state(3, [1.0])]) == 1, "the network runs it more often"
     assert next_task([state(1, [1.0]), state(1, [1.0, 1.0])]) == 0, "the other had its turn"
     assert next_task([state(1, [1.0] * 4), state(1, [4.0, 3.0, 2.0, 1.0])]) == 1, "it is getting better"
     assert next_task([state(1, [1.0]), state(1, [math.inf])]) == 1, "nothing works yet"
-
-
-def test_finished_and_busy_tasks_are_left_out() -> None:
     states = [state(1, [1.0], "done"), state(1, [1.0]), state(9, [1.0])]
     assert next_task(states, busy=[2]) == 1
     assert next_task(states, busy=[1, 2]) is None
@@ -125,15 +119,6 @@ def worth(candidates: list[float], best_s: float | None, guard: Any = None, cove
     return [bool(good) for good in worth_measuring(guard, coverage, Intervals(), None, candidates, best_s)]
 
 
-def test_candidates_that_cannot_win_are_dropped() -> None:
-    assert worth([1.0, 3.0, 2.1, 1.9], 1.0) == [True, False, False, True]
-    assert all(worth([1.0, 3.0], None)), "there is nothing to beat yet"
-    assert worth([], 1.0) == []
-    nothing_wins = worth([9.0, 5.0, 8.0, 7.0, 6.0], 1.0)
-    assert nothing_wins == [False, True, False, False, True], "a quarter is measured in any case"
-    assert not any(worth([float("inf"), float("inf")], 1.0)), "but not what failed before"
-
-
 class Even:
     """Even numbers run."""
 
@@ -141,7 +126,13 @@ class Even:
         return [m % 2 == 0 for m in measures]
 
 
-def test_what_will_not_run_is_not_asked_whether_it_can_win() -> None:
+def test_candidates_that_cannot_win_are_dropped_and_before_that_what_will_not_run() -> None:
+    assert worth([1.0, 3.0, 2.1, 1.9], 1.0) == [True, False, False, True]
+    assert all(worth([1.0, 3.0], None)), "there is nothing to beat yet"
+    assert worth([], 1.0) == []
+    nothing_wins = worth([9.0, 5.0, 8.0, 7.0, 6.0], 1.0)
+    assert nothing_wins == [False, True, False, False, True], "a quarter is measured in any case"
+    assert not any(worth([float("inf"), float("inf")], 1.0)), "but not what failed before"
     candidates = [2.0, 3.0, 4.0, 1.0]
     assert all(worth(candidates, 1.5, coverage=None))
     assert worth(candidates, 1.5, Even(), coverage=None) == [True, False, True, False]

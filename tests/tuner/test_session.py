@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,11 @@ def test_a_space_without_valid_programs_ends_the_task(tmp_path, monkeypatch, cap
     assert by_hash[matmul_task(32).hash].measured == 12
 
 
-def test_a_budget_shorter_than_one_measurement(tmp_path: Path) -> None:
+def test_a_budget_shorter_than_one_measurement_or_search(tmp_path: Path, monkeypatch) -> None:
+    replayed, replay = list[Any](), TaskTuner.measure_of
+    monkeypatch.setattr(TaskTuner, "measure_of", lambda *of: time.sleep(0.02) or replayed.append(of) or replay(*of))
     report = tuned(FakeEngine(delay_s=0.4), tmp_path / "t", 50, options={"budget_s": 0.1})
+    assert len(replayed) < 7 and not report.tasks[0].finished
     assert "budget" in report.stopped
     assert report.costs.measurements == 0 and report.costs.trials == 0
     assert report.tasks[0].scheduled_s is None and report.tasks[0].used in ("untuned", "")
@@ -216,7 +220,8 @@ def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path) -> 
     said: list[str] = []
     report = tuned(engine, tmp_path / "b", 12, 32, warm_start=[tmp_path / "a"], notify=said.append)
     best = earlier[(earlier["task"] == matmul_task(32).hash) & (earlier["origin"] == "search")]
-    assert f"learned from {len(best)}, 4 programs" in next(s for s in said if "earlier" in s)
+    said_first = f"learned from {len(best)}, 4 programs come first where their task is tuned"
+    assert said_first in next(s for s in said if "earlier" in s)
     best = best.sort_values("latency_s")["program"].tolist()[:4]
     assert engine.measured[1:5] == best, "after the unscheduled task"
     of_task = next(t for t in first.tasks if t.task == matmul_task(32).hash)
@@ -224,7 +229,7 @@ def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path) -> 
     assert report.tasks[0].best_s <= of_task.best_s
 
 
-def test_a_database_of_tvm_is_a_warm_start_too(tmp_path: Path) -> None:
+def test_a_database_of_tvm_is_a_warm_start_too_if_it_is_of_this_version(tmp_path: Path) -> None:
     tuned(FakeEngine(), tmp_path / "a", 12)
     only = tmp_path / "database"
     only.mkdir()
@@ -236,9 +241,6 @@ def test_a_database_of_tvm_is_a_warm_start_too(tmp_path: Path) -> None:
     assert "learned from 12, 4 programs" in next(s for s in said if "earlier" in s)
     assert made_up_latency_s(engine.measured[1]) == min(made_up_latency_s(h) for h in engine.measured[1:])
 
-
-def test_a_database_of_another_tvm_is_refused(tmp_path: Path) -> None:
-    tuned(FakeEngine(), tmp_path / "a", 6)
     other = tmp_path / "other"
     other.mkdir()
     (other / WORKLOAD_FILE).write_text((tmp_path / "a" / WORKLOAD_FILE).read_text())
@@ -246,7 +248,7 @@ def test_a_database_of_another_tvm_is_refused(tmp_path: Path) -> None:
     # an instruction that this TVM does not have
     (other / RECORD_FILE).write_text(lines.replace('"SampleCategorical"', '"SampleFromAnotherVersion"'))
     with pytest.raises(TunerError, match="another TVM"):
-        tuned(FakeEngine(), tmp_path / "b", 6, warm_start=[other])
+        tuned(FakeEngine(), tmp_path / "c", 6, warm_start=[other])
 
 
 def test_the_trimmer_saves_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

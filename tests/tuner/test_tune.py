@@ -152,15 +152,12 @@ def test_what_is_wrong_is_said_before_the_network_is_imported(tmp_path, command,
     assert not out.exists()
 
 
-def test_shares_on_the_command_line() -> None:
+def test_several_shares_are_tuned_on_the_command_line(tmp_path, command, monkeypatch) -> None:
     assert devices_with_shares("this-cpu@1", None) == devices_with_shares("this-cpu@1", "1") == ["this-cpu@1"]
     assert devices_with_shares("this-cpu", "2") == ["this-cpu@2"]
     assert devices_with_shares("this-cpu", "1, 2") == ["this-cpu@1", "this-cpu@2"]
     with pytest.raises(TunerError, match="give the share once"):
         devices_with_shares("this-cpu@1", "2")
-
-
-def test_several_shares_are_tuned_on_the_command_line(tmp_path, command, monkeypatch) -> None:
     here = device_of_this_machine("this-cpu@1")
 
     def device_of(device: str, *_: object) -> Device:
