@@ -180,7 +180,6 @@ def _measure(args: ui.Namespace, console: Console, errors: Console) -> Any:
 
 def _shown(report: MeasureReport, console: Console) -> Any:
     """Say what was measured on a GPU; the same as JSON values."""
-
     ui.say(
         console,
         f"{report.path}: {report.ok} labels on {report.device} in {report.elapsed_s:.0f} s "

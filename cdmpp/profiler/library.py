@@ -182,8 +182,9 @@ def _labelled(
     began, known = time.monotonic(), _known(folder, device, resume)
     todo = [job for turn in range(rounds) for job in jobs.items() if known[job[0]] <= turn]
     new, refused = set[str](), dict[str, str]()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _PARTIAL).open("a", encoding="utf-8") as file:
+    with raised_as(DatasetError, f"cannot write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with raised_as(DatasetError, f"cannot write {folder}"), (folder / _PARTIAL).open("a", encoding="utf-8") as file:
         for done, (key, (row, measure)) in enumerate(todo):
             if new and max_seconds is not None and time.monotonic() - began > max_seconds:
                 break
@@ -214,17 +215,21 @@ def _labelled(
 
 def _known(folder: Path, device: Device, resume: bool) -> Counter[str]:
     """How often each operator (by its key) was measured in an earlier run."""
-    if not (folder / _PARTIAL).exists():
+    path = folder / _PARTIAL
+    if not path.is_file() or not path.stat().st_size:
         return Counter()
     if not resume:
         raise DatasetError(f"{folder} holds labels already: go on with --resume, or choose another folder")
-    lines = (folder / _PARTIAL).read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]  # the last one may be torn
-    rows = list(map(json.loads, whole))
-    if others := sorted({row.get("device", device.name) for row in rows} - {device.name}):
+    with raised_as(DatasetError, f"{path} is damaged", KeyError, TypeError, AttributeError):
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # the last one may be torn
+        rows = list(map(json.loads, whole))
+        known = Counter(row["key"] for row in rows if row["framework"] == TORCH)
+        others = sorted({row.get("device", device.name) for row in rows} - {device.name})
+    if others:
         raise DatasetError(f"{folder} holds labels of {', '.join(others)}, not of {device.name}")
-    write_text(folder / _PARTIAL, "".join(whole))
-    return Counter(row["key"] for row in rows if row["framework"] == TORCH)
+    write_text(path, "".join(whole))
+    return known
 
 
 def _distinct(networks: Iterable[str | Network]) -> dict[str, tuple[Call, dict[str, Any]]]:

@@ -263,8 +263,8 @@ def profile(
 
 
 def refuse_to_replace(path: Path, resume: bool) -> None:
-    """DatasetError if the folder holds a dataset and `resume` is not set."""
-    if (path / "meta.json").exists() and not resume:
+    """DatasetError if the folder holds a dataset with a program and `resume` is not set."""
+    if not resume and (path / "meta.json").exists() and Dataset.open(path).programs:
         raise DatasetError(f"{path} holds a dataset already: go on with --resume, or choose another folder")
 
 

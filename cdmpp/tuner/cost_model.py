@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
     from cdmpp.tuner.validity import ValidityGuard
 
-
 logger = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float64]

@@ -30,7 +30,6 @@ from cdmpp.tuner.config import TuneConfig
 
 logger = logging.getLogger(__name__)
 
-
 #: For calibrating how many programs to measure at once: accepted median change of the labels, and programs to measure.
 _TOLERANCE, CALIBRATION_PROGRAMS = 0.02, 40
 #: Candidates compiled for each one measured, if the predictor uses compiled code.

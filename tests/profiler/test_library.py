@@ -60,7 +60,9 @@ def test_operators_are_measured_warm_and_cold_and_a_run_goes_on(tmp_path: Path) 
     assert table["noise"].max() >= 0.999 * (seconds["max"] / seconds["min"] - 1).max()
 
 
-def test_what_a_kernel_refuses_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_refuses_is_counted_and_other_devices_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(call: object, *rest: object) -> object:
         raise RuntimeError("no such kernel")
 
@@ -68,8 +70,6 @@ def test_what_a_kernel_refuses_is_counted(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ProfilerError, match="no operator could be measured: gemm: no such kernel"):
         profile_library([network()], out=tmp_path / "l")
 
-
-def test_other_devices_are_refused(tmp_path: Path) -> None:
     for device in ("h200", "graviton3@1"):
         with pytest.raises(ProfilerError, match="is not this machine's CPU"):
             profile_library([network()], device, tmp_path / "l")
@@ -131,6 +131,9 @@ def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path, command:
     assert 0 < load_operators(out)["seconds"][0] < 0.1 and used == {(1, 1)}, "on the cores of the share"
     assert set(load_operators(out)["kernel"]) == {"", "linear"}, "one has a bias"
     assert "no GPU here that PyTorch can use" in command.error("measure", path, "--out", tmp_path / "gpu")
+    (out / "measured.jsonl").write_text("{}\n")
+    for to, said in ((out, "measured.jsonl is damaged"), (path, "cannot write")):
+        assert said in command.error("measure", path, "--device", "this-cpu@1", "--out", to, "--resume")
     path.write_text("op,dtype,m,n,k\ngemm,float32,64,64,\n")
     with pytest.raises(CdmppError, match="row 1: gemm needs k"):
         measure_operators(path, tmp_path / "wrong", "this-cpu@1")

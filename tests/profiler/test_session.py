@@ -128,7 +128,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, number: signal.Signals
     assert kept < set(records["program"]) and records["program"].is_unique
 
 
-def test_task_files_and_what_is_refused(tmp_path: Path) -> None:
+def test_task_files_and_what_is_refused(mlp: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # the first leaves no dataset to go on with
+        with pytest.raises(ProfilerError, match="99 measuring processes"):
+            profile(programs_of=mlp, out=tmp_path / "d", config=replace(QUICK_PROFILE, workers=99))
     with pytest.raises(ProfilerError, match="those of another"):
         profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK_PROFILE)
     for name in ("builders", "build_timeout_s", "run_timeout_s", "programs_per_task", "limit"):

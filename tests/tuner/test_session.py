@@ -165,7 +165,7 @@ def test_a_crash_in_the_middle_of_writing_is_mended(tmp_path, caplog) -> None:
     assert report.tasks[0].measured == 18 and max(engine.counts.values()) == 1
 
 
-def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
+def test_resuming_something_else_is_refused_but_what_measured_nothing_is_no_tuning(tmp_path: Path) -> None:
     out = tmp_path / "t"
     tuned(FakeEngine(), out, 6)
     with pytest.raises(TunerError, match="cost_model cdmpp, not random"):
@@ -177,10 +177,7 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
     (out / TUNING_FILE).write_text("{")
     with pytest.raises(TunerError, match="damaged"):
         tuned(FakeEngine(), out, 12, resume=True)
-
-
-def test_what_ended_before_anything_was_measured_is_no_tuning(tmp_path: Path) -> None:
-    out, bad = tmp_path / "t", tmp_path / "bad"
+    out, bad = tmp_path / "u", tmp_path / "bad"
     bad.mkdir()
     with pytest.raises(DatasetError, match="no dataset"):
         tuned(FakeEngine(), out, 6, warm_start=[bad])
@@ -220,8 +217,7 @@ def test_earlier_records_are_measured_first_and_learned_from(tmp_path: Path) -> 
     said: list[str] = []
     report = tuned(engine, tmp_path / "b", 12, 32, warm_start=[tmp_path / "a"], notify=said.append)
     best = earlier[(earlier["task"] == matmul_task(32).hash) & (earlier["origin"] == "search")]
-    said_first = f"learned from {len(best)}, 4 programs come first where their task is tuned"
-    assert said_first in next(s for s in said if "earlier" in s)
+    assert f"learned from {len(best)}, 4 programs come first where" in next(s for s in said if "earlier" in s)
     best = best.sort_values("latency_s")["program"].tolist()[:4]
     assert engine.measured[1:5] == best, "after the unscheduled task"
     of_task = next(t for t in first.tasks if t.task == matmul_task(32).hash)

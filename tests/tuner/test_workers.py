@@ -140,7 +140,7 @@ def test_what_fails_in_a_worker_is_said_and_ends_all(tmp_path: Path, started: li
         sharded(FakeEngine(), tmp_path / "t", 12, warm_start=[tmp_path / "earlier"])
 
 
-def test_tasks_are_parted_by_work() -> None:
+def test_tasks_are_parted_by_work_and_shares_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def weighing(*flops: float) -> list[tuple[Task, float]]:
         return [(replace(matmul_task(16), flops=each / 2, bytes=0.0), 2.0) for each in flops]
 
@@ -148,8 +148,6 @@ def test_tasks_are_parted_by_work() -> None:
     assert partition(weighing(3, 10), 9) == [[1], [0]], "no worker without a task"
     assert sorted(map(len, partition(weighing(0, 0, 0, 0), 2))) == [2, 2]
 
-
-def test_shares_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cdmpp.profiler.machine.usable_cores", lambda: (0, 1, 2, 3))
     one, two = device_of_this_machine("this-cpu@1"), replace(device_of_this_machine("this-cpu@1"), share=2.0)
     assert worker_cores(one, "auto") == ((3,), (2,), (1,), (0,))
