@@ -486,6 +486,14 @@ class CpuMeasurer(engine.Measurer):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def labelled(self) -> Iterator[engine.Outcome]:
+        """What is not passed on yet, with the labels of programs that wait for another measurement, which ends."""
+        batches = [*self._batches, [item for _, item in self._later], *(w.load[0] for w in self.workers if w.load is not None)]
+        for item in (item for batch in batches for item in batch if item.best is not None):
+            item.measured = item.best
+            self._finish(item)
+        yield from self.outcomes
+
     def accepts(self, building: int) -> bool:
         built = sum(map(len, (*self._built.values(), *self._batches)))
         return not self._overlap or built < 4 * self.config.batch_size * len(self.workers)

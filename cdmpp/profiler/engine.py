@@ -389,7 +389,8 @@ class Engine:
                     if worker.overdue():
                         (self._overdue if worker in self._builders else measurer.overdue)(worker)
             except ProfilerError:
-                yield from measurer.outcomes
+                while measurer.outcomes:
+                    yield measurer.outcomes.popleft()
                 raise
 
     def _draw(self, jobs: Iterator[Any]) -> bool:

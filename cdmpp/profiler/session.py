@@ -140,8 +140,8 @@ class Session:
     def take(
         self, outcomes: Iterable[Outcome], meta: Mapping[str, Any] | None, done: Callable[[Outcome], None] | None = None
     ) -> None:
-        """Put outcomes into the dataset as they come, until the time is up; `meta` goes into every record (None: write no
-        records), and `done` is called with each outcome."""
+        """Put outcomes into the dataset as they come, until the time is up, or all if it was up before; `meta` goes into every
+        record (None: write no records), and `done` is called with each outcome."""
         for outcome in outcomes:
             if meta is not None:
                 add_outcome(self._dataset, self._device, outcome, {"session": self.name, **meta})
@@ -156,7 +156,7 @@ class Session:
                 count, failures = self._known + self.new, dict(self.failures)
                 total = max(self._total(), count)
                 self._progress(Progress(count, total, self.new, self.ok, failures, self.elapsed_s))
-            if self._max_seconds is not None and self.elapsed_s > self._max_seconds:
+            if not self.stopped and self._max_seconds is not None and self.elapsed_s > self._max_seconds:
                 self.stopped = True
                 self._notify(f"stopped after {self._max_seconds:g} s; go on with --resume")
                 return
@@ -254,11 +254,15 @@ def profile(
             progress=progress,
             notify=notify,
         )
-        with Engine(CpuMeasurer(config, device.target, executor, sentinel_job())) as engine:
+        measurer = CpuMeasurer(config, device.target, executor, sentinel_job())
+        with Engine(measurer) as engine:
             meta = {"workers": executor.degree, "threads": threads, "cache": "warm"}
             if config.rpc is not None:
                 meta["rpc"] = config.key
-            session.take(engine.run(plan.jobs()), meta, plan.done)
+            try:
+                session.take(engine.run(plan.jobs()), meta, plan.done)
+            finally:
+                session.take(measurer.labelled(), meta, plan.done)
         return ProfileReport(**session.report(), workers=executor.degree, calibration=calibration)
 
 

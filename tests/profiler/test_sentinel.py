@@ -189,6 +189,13 @@ def test_disturbed_programs_are_measured_again_later(attempts: list[tuple[float,
     assert found[0].meta["run_s"] == sum(bool(latency_s) for latency_s, _ in attempts), "what all of them took"
 
 
+def test_what_waits_for_another_measurement_when_the_time_is_up_keeps_its_label() -> None:
+    measurer, item = CpuMeasurer(CpuConfig(), {}, Executor(), None), item_of("p")
+    item.measured = Measured("p", "ok", (2.0,) * 4, meta={"disturbed": 0.9})
+    measurer._batch_done([item], BatchDone(1e-3, 1e-3, 0.0, "fifo"))
+    assert not measurer.outcomes and [o.latency_s for o in measurer.labelled()] == [2.0]
+
+
 def test_measuring_again_is_given_up_where_it_does_not_help() -> None:
     measurer = CpuMeasurer(CpuConfig(), {}, Executor(), None)
     attempts = []
