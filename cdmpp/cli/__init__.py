@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cdmpp.cli.options import Parser, Verbs, console
-from cdmpp.errors import CdmppError, reason
+from cdmpp.errors import CdmppError, raised_as
 
 #: What a group of verbs is for -> its verbs. A group's first word is its module.
 GROUPS = {
@@ -70,10 +70,8 @@ def _helper_of_torchrun(argv: Sequence[str]) -> bool:
 
 def _write_json(path: str, result: Any) -> None:
     text = json.dumps(result, indent=1, allow_nan=False, default=_jsonable) + "\n"
-    try:
+    with raised_as(CdmppError, f"cannot write {path}"):
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as err:
-        raise CdmppError(f"cannot write {path}: {reason(err)}") from err
 
 
 def _jsonable(value: Any) -> Any:

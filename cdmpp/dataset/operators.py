@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from cdmpp.dataset.record import META_FILE
-from cdmpp.errors import DatasetError, raised_as, reason
+from cdmpp.errors import DatasetError, raised_as
 from cdmpp.files import replacing, write_text
 from cdmpp.program.operators import COLUMNS, SIZES, operator_table
 
@@ -41,13 +41,11 @@ def write_operators(folder: str | Path, table: pd.DataFrame, *, replace: bool = 
     texts = [name for name in table if name not in (*SIZES, "seconds", "noise")]
     table = table.astype({**dict.fromkeys(texts, "category"), **dict.fromkeys((*SIZES, "noise"), "float32")})
     table = table.sort_values(["device", "op", "dtype", *SIZES], kind="stable").dropna(axis=1, how="all")
-    try:
+    with raised_as(DatasetError, f"cannot write {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / OPERATOR_FILE) as draft:
             table.to_parquet(draft, compression="zstd", index=False)
         write_text(folder / META_FILE, json.dumps({"operators": len(table), **meta}, indent=1) + "\n")
-    except OSError as err:
-        raise DatasetError(f"cannot write {folder}: {reason(err)}") from err
 
 
 def load_operators(folders: str | Path | Iterable[str | Path]) -> pd.DataFrame:

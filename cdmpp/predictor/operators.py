@@ -66,13 +66,13 @@ _FAMILIES_TO_TRUST = {"gpu": 4, "cpu": 1}
 #: of all vendors (chosen on left-out GPUs).
 _LOW = np.log([0.05, 0.2, 0.03, 0.05, 1.0, 1.0, 500.0, 10.0])
 _HIGH = np.log([1.3, 1.2, 1.5, 3.0, 8.0, 6.0, 40_000.0, 20_000.0])
-_HELD, _HELD_VENDOR, _OUTLIER = 0.02, 0.03, 0.15
+_PULL, _PULL_VENDOR, _OUTLIER = 0.02, 0.03, 0.15
 #: Index of the cycles of a launch among the constants; how much more strongly they are pulled; and how much more where no label
 #: is as short as this (seconds), as they would then absorb other differences.
-_LAUNCH, _HELD_LAUNCH, _SHORT, _HELD_UNSEEN = 6, 5.0, 2e-5, 500.0
+_LAUNCH, _PULL_LAUNCH, _SHORT, _PULL_UNSEEN = 6, 5.0, 2e-5, 500.0
 #: Start of the fit, and its pull, for attention and products with several weights in turn: a cache keeps all such data or none.
 #: Start of an all-reduce, whose rounds and bytes wait for each other: also the lower bound of its norm.
-_STREAMS, _KEPT_HELD, _ROUNDS = Constants(kept=1.0, kept_power=7.0), 0.3, Constants(norm=0.5)
+_STREAMS, _KEPT_PULL, _ROUNDS = Constants(kept=1.0, kept_power=7.0), 0.3, Constants(norm=0.5)
 #: Single calls of PyTorch are labels only if they take this many times as long as the shortest (this quantile): the host takes
 #: 25 to 45 us to launch an operator that a GPU runs in 1 to 3 if it is small. In longer calls 0.6 of the shortest is host time.
 #: Subtracting that, and keeping calls from twice the shortest on, tripled the errors of small operators on left-out GPUs.
@@ -683,15 +683,15 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
             target = np.log(part["seconds"].to_numpy(dtype=np.float64)[at])
             device = get_device(str(name))
             devices.append((device, (mechanism(part.iloc[at], device), target, 1 / math.sqrt(len(at)))))
-        start, held = (_ROUNDS if kind == "all_reduce" else Constants()), np.full(len(_LOW), _HELD)
+        start, pull = (_ROUNDS if kind == "all_reduce" else Constants()), np.full(len(_LOW), _PULL)
         ordered = str(kind).startswith(("attention", "gemm")) and kind != "gemm float32"
         if ordered and devices[0][0].kind == "gpu":
-            start, held[3:5] = _STREAMS, _KEPT_HELD  # kept and kept_power
-        found[str(kind)] = _fit([labels for _, labels in devices], start, held)
+            start, pull[3:5] = _STREAMS, _KEPT_PULL  # kept and kept_power
+        found[str(kind)] = _fit([labels for _, labels in devices], start, pull)
         vendors = sorted({device.vendor for device, _ in devices if device.kind == "gpu"})
         for vendor in vendors if len(vendors) > 1 else ():
             own = {device.name: labels for device, labels in devices if device.vendor == vendor}
-            found[f"{kind}@{vendor}"] = _fit(list(own.values()), found[str(kind)], np.full(len(_LOW), _HELD_VENDOR))
+            found[f"{kind}@{vendor}"] = _fit(list(own.values()), found[str(kind)], np.full(len(_LOW), _PULL_VENDOR))
     found |= {kind: found[like] for kind, like in _SERVED_BY.items() if like in found}
     for kind, like in _ALIKE_KINDS.items():
         if kind not in found:
@@ -700,18 +700,18 @@ def fit_constants(table: pd.DataFrame) -> dict[str, Constants]:
     return found
 
 
-def _fit(devices: Sequence[_Labels], like: Constants, held: FloatArray) -> Constants:
-    """Fit constants that are pulled to ``like`` with the strengths ``held``."""
+def _fit(devices: Sequence[_Labels], like: Constants, pull: FloatArray) -> Constants:
+    """Fit constants that are pulled to ``like`` with the strengths ``pull`` (of each constant)."""
     from scipy.optimize import least_squares
 
-    start, held, shortest = like.vector(), held.copy(), min(float(np.exp(y.min())) for _, y, _ in devices)
-    held[_LAUNCH] *= _HELD_LAUNCH if shortest < _SHORT else _HELD_UNSEEN
+    start, pull, shortest = like.vector(), pull.copy(), min(float(np.exp(y.min())) for _, y, _ in devices)
+    pull[_LAUNCH] *= _PULL_LAUNCH if shortest < _SHORT else _PULL_UNSEEN
 
     def off(logs: FloatArray) -> FloatArray:
         scaled = [((np.log(m.estimate(Constants.of(logs))) - y) / _OUTLIER, w * _OUTLIER) for m, y, w in devices]
         # beyond _OUTLIER the squares grow only in proportion to the errors
         soft = [w * np.sign(error) * np.sqrt(2 * (np.sqrt(1 + error**2) - 1)) for error, w in scaled]
-        return np.concatenate([*soft, held * (logs - start)])
+        return np.concatenate([*soft, pull * (logs - start)])
 
     low = np.minimum(_LOW, start)
     inside = np.clip(start, low + 1e-6, _HIGH - 1e-6)

@@ -126,8 +126,8 @@ def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tup
     united, rows = subset(united, np.concatenate([np.arange(len(data)), rows])), len(data) + np.arange(len(rows))
     if not len(rows):
         raise PredictorError("data.unmeasured: all compiled programs were measured; see cdmpp codegen --device")
-    told = Evidence.of_rows(united, rows, compiled=True)
-    united.labels.loc[rows, "latency_s"] = teacher.predict_rows(united, rows, told)
+    code = Evidence.of_rows(united, rows, compiled=True)
+    united.labels.loc[rows, "latency_s"] = teacher.predict_rows(united, rows, code)
     return united, replace(split, train=np.concatenate([split.train, rows]))
 
 

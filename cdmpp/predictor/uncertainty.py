@@ -262,8 +262,8 @@ class Calibration:
         }
         pooled = every.pop(None)
         names = [field.name for field in fields(Difficulty)]
-        told = [np.asarray(arrays[f"difficulty.{key}"], np.float64) for key in names if f"difficulty.{key}" in arrays]
-        return cls(str(state["unit"]), pooled, every, Difficulty(*told) if told else None, state.get("middle", 0.0))
+        fitted = [np.asarray(arrays[f"difficulty.{key}"], np.float64) for key in names if f"difficulty.{key}" in arrays]
+        return cls(str(state["unit"]), pooled, every, Difficulty(*fitted) if fitted else None, state.get("middle", 0.0))
 
     def _named(self) -> list[tuple[str | None, ScoreDistribution]]:
         return [(None, self.pooled), *sorted(self.devices.items())]

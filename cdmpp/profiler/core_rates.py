@@ -75,8 +75,8 @@ def with_clock(device: Device) -> Device:
 def with_known_clock(device: str | Device) -> Device:
     """A device; for this machine's CPU, :func:`with_clock` if neither the table nor its maker states its clock."""
     found = get_device(device)
-    told = found.kind != "cpu" or "clock_ghz" in found.measured or found.boost_mhz
-    return found if told or found.base != get_device("this-cpu").base else with_clock(found)
+    known = found.kind != "cpu" or "clock_ghz" in found.measured or found.boost_mhz
+    return found if known or found.base != get_device("this-cpu").base else with_clock(found)
 
 
 def _assembler(device: Device) -> Any:

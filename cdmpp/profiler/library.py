@@ -286,13 +286,13 @@ def graph_clock(function: Callable[[], Any]) -> Callable[[int], float]:
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # so that libraries choose kernels and allocate before the capture
         elapsed_s(function, 2)
-        held = max(1, min(_IN_GRAPH, round(_PLAN.min_sample_s / elapsed_s(function, 1))))
+        runs = max(1, min(_IN_GRAPH, round(_PLAN.min_sample_s / elapsed_s(function, 1))))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(held):
+        for _ in range(runs):
             function()
-    return lambda times: elapsed_s(graph.replay, math.ceil(times / held)) * times / (math.ceil(times / held) * held)
+    return lambda times: elapsed_s(graph.replay, math.ceil(times / runs)) * times / (math.ceil(times / runs) * runs)
 
 
 def sampled(run: Callable[[int], float], sentinel: machine.Sentinel | None = None) -> tuple[float, float]:

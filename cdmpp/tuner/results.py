@@ -26,7 +26,7 @@ import pandas as pd
 
 from cdmpp.dataset import Dataset
 from cdmpp.device import Device
-from cdmpp.errors import DatasetError, ProgramError, TunerError, reason
+from cdmpp.errors import DatasetError, ProgramError, TunerError, raised_as, reason
 from cdmpp.files import cache_folder, read_json, seconds_text, write_json, write_text
 from cdmpp.profiler.engine import Outcome, add_outcome, last_line
 from cdmpp.program import import_tvm, quiet
@@ -65,10 +65,8 @@ class TuningStore:
         check_folder(folder, resume)
         if _begun(folder):
             _check_same(folder, settings)
-        try:
+        with raised_as(TunerError, f"cannot make {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as err:
-            raise TunerError(f"cannot make {folder}: {reason(err)}") from err
         with writing(folder / TUNING_FILE):
             write_json(folder / TUNING_FILE, settings)
         self.dataset = Dataset.open_or_create(folder / DATASET_FOLDER)

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cdmpp.dataset.record import from_arrow, to_arrow
-from cdmpp.errors import BundleError, reason
+from cdmpp.errors import BundleError, raised_as
 from cdmpp.files import parse_json, replacing
 from cdmpp.profiler.arguments import ArgSpec, Reference
 from cdmpp.profiler.engine import Built
@@ -164,14 +164,12 @@ def write_bundle(path: str | Path, bundle: Bundle, *, level: int = 19) -> None:
         "kernels": pa.Table.from_pylist(kernels, _KERNELS),
         "references": pa.Table.from_pylist(references, _REFERENCES),
     }
-    try:
+    with raised_as(BundleError, f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as draft, zipfile.ZipFile(draft, "w", zipfile.ZIP_STORED) as archive:
             archive.writestr(_NOTE, json.dumps(note, indent=1, sort_keys=True))
             for name, table in tables.items():
                 archive.writestr(f"{name}.parquet", _parquet(table, level))
-    except OSError as err:
-        raise BundleError(f"cannot write {path}: {reason(err)}") from err
 
 
 def _parquet(table: pa.Table, level: int) -> bytes:
