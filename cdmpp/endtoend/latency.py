@@ -100,7 +100,7 @@ def predict_latency(
         raise NetworkError(f"the launch overhead must be 0 or more microseconds, got {launch_overhead_us}")
     resolved = with_known_clock(device)
     if runs_eagerly(network, runtime, schedule):
-        if isinstance(predictor, Predictor) or streams > 1:
+        if isinstance(predictor, Predictor) or streams != 1:
             raise NetworkError("PyTorch runs operators one by one: streams and predictors of programs are for TVM")
         return eager_latency(network, resolved, predictor, price_per_hour, coverage, launch_overhead_us)  # type: ignore[arg-type]
     if runtime == "torch" and resolved.kind == "cpu":
@@ -123,13 +123,13 @@ def predict_latency(
     if streams > 1:
         first = {task: values[:1] for task, values in cases.items()}
         serial_s = float(play(first).latency_s[0])
-    low_s = high_s = chance_low_s = chance_high_s = factor_of = None  # without intervals
+    low_s = high_s = chance_low_s = chance_high_s = ends_of = None  # without intervals
     if len(played.latency_s) > 1:
         low_s, high_s = map(float, played.latency_s[1:3])
         tail = (1 - coverage) / 2
-        factor_of = dict(zip(tasks, factors[:, 2].tolist(), strict=True))
+        ends_of = dict(zip(tasks, factors[:, 1:3].tolist(), strict=True))
         chance_low_s, chance_high_s = map(float, np.quantile(played.latency_s[3:], [tail, 1 - tail]))
-    layers = _layers(source, tasks, played, factor_of, resolved.name)
+    layers = _layers(source, tasks, played, ends_of, resolved.name)
     said = (prediction_note(predictor, resolved), launch_note, *notes, *_notes(source.graph.nodes, tasks.values()))
     return LatencyReport(
         network=source.graph.name,
@@ -151,7 +151,7 @@ def predict_latency(
         price_per_hour=price_per_hour,
         cost_per_million=None if price_per_hour is None else 1e6 * latency_s / 3600 * price_per_hour,
         measured_s=source.graph.measured_s.get(resolved.name),
-        assumptions=_assumptions(factor_of is not None, streams, resolved.kind != "cpu", compile_best > 0),
+        assumptions=_assumptions(ends_of is not None, streams, resolved.kind != "cpu", compile_best > 0),
         notes=tuple(note for note in said if note),
     )
 
@@ -270,7 +270,7 @@ def _error_factors(
 
 
 def _layers(
-    source: NetworkTasks, tasks: Mapping[str, TaskLatency], played: Replay, factor_of: Mapping[str, float] | None, device: str
+    source: NetworkTasks, tasks: Mapping[str, TaskLatency], played: Replay, ends: dict[str, list[float]] | None, device: str
 ) -> tuple[LayerLatency, ...]:
     total = sum(time.kernel_s + time.gap_s for time in played.nodes)
     layers = []
@@ -278,13 +278,13 @@ def _layers(
         own = [tasks[task] for task in node.tasks]
         flags = [item.unfamiliar for item in own]
         measured_s = node.measured_s.get(device)
-        factor = None if factor_of is None else max((factor_of[task] for task in node.tasks), default=1.0)
+        factors = None if ends is None else [factor for task in node.tasks for factor in ends[task]] or [1.0]
         layers.append(
             LayerLatency(
                 *(node.name, node.operator, node.kind, node.phase, node.repeat, node.tasks),
                 latency_s=time.kernel_s,
-                low_s=None if factor is None else time.kernel_s / factor,
-                high_s=None if factor is None else time.kernel_s * factor,
+                low_s=None if factors is None else time.kernel_s * min(factors),
+                high_s=None if factors is None else time.kernel_s * max(factors),
                 gap_s=time.gap_s,
                 fraction=(time.kernel_s + time.gap_s) / total,
                 start_s=time.start_s,

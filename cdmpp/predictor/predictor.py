@@ -175,7 +175,7 @@ class Predictor:
         measured: Mapping[str, ArrayLike] | None = None,
     ) -> tuple[Any, Any]:
         """Lower and upper latency in seconds between which a program's measured latency lies with probability ``coverage``:
-        floats for one program, float64 arrays (n,) for a list. The prediction is their geometric middle.
+        floats for one program, float64 arrays (n,) for a list. The prediction is between them, but not their middle.
 
         These are split conformal intervals: :mod:`cdmpp.predictor.uncertainty` says what is guaranteed and when it is not.
         Arguments and errors are those of :meth:`predict`; also PredictorError if the predictor was not calibrated, or was
