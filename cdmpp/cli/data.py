@@ -49,6 +49,8 @@ def _devices(args: ui.Namespace, console: Console, errors: Console) -> Any:
 
     if args.out and not args.measure:
         raise CdmppError("--out takes what --measure finds: give both")
+    if args.ray and args.measuring_cores is None:
+        raise CdmppError("--ray is the head that a node with --measuring-cores joins: give both")
     if args.measuring_cores is not None:
         from cdmpp.profiler.ray import node_command
 

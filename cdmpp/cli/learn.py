@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import Bar, Namespace, Parser, Verbs, add, number, percent, say, show_table
-from cdmpp.errors import CdmppError, reason
+from cdmpp.cli.options import Bar, Namespace, Parser, Verbs, add, number, percent, refuse, say, show_table
+from cdmpp.errors import CdmppError, raised_as
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Config
@@ -115,8 +115,7 @@ def _train_operators(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.dataset.operators import load_operators
     from cdmpp.predictor.operators import left_out_errors, train, training_table, with_what_was_measured
 
-    if args.split or args.config:
-        raise CdmppError("--split and --config are of programs: for operators each device is left out in turn")
+    refuse(args, _add_train, "data out", "is of programs: for operators each device is left out in turn")
     with errors.status("reading operators"):
         table = load_operators(args.data)
         learned = training_table(table)
@@ -205,10 +204,8 @@ def _list_operators(args: Namespace, console: Console) -> Any:
     model, device = load_operator_model(args.predictor), get_device(args.device)
     pool = candidates(model, device)
     rows = pool.iloc[choose(*model.traits(pool, device), int(args.tasks), args.select or "variance", args.seed)]
-    try:
+    with raised_as(CdmppError, f"cannot write {args.out}"):
         write_text(Path(args.out), rows.dropna(axis=1, how="all").to_csv(index=False))
-    except OSError as err:
-        raise CdmppError(f"cannot write {args.out}: {reason(err)}") from err
     say(console, f"{args.out}: {len(rows)} of {len(pool)} operators; copy it to {device.name}, where PyTorch is, and\n"
         f"cdmpp measure {args.out} --out DIR\ncdmpp finetune --data DIR --device {device.name} --out PREDICTOR")  # fmt: skip
     return {"path": args.out, "operators": len(rows), "kinds": dict(Counter(map(str, kinds(rows))))}
@@ -304,6 +301,7 @@ def _report(args: Namespace, console: Console, errors: Console) -> Any:
     if (Path(args.run_dir) / "tuning.json").is_file():
         from cdmpp.tuner.results import write_page
 
+        refuse(args, _add_report, "out", "is of predictors, and RUN_DIR holds a tuning")
         content = write_page(Path(args.run_dir), Path(args.out))
         say(console, f"Written to {args.out}.")
         return {**content, "path": str(args.out)}

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from cdmpp.profiler.gpu.measure import MeasureReport
     from cdmpp.profiler.library import LibraryReport
 
-#: Options of ``cdmpp profile`` that a GPU has not.
-_OF_CPUS = ("tasks", "programs_of", "remeasure", "unscheduled", "object_cache")
+#: Options of ``cdmpp profile`` that are taken by all, by --compile-only, and for a GPU.
+_BY_ALL = "device out resume library compile_only"
+_TO_COMPILE = f"{_BY_ALL} programs_per_task builders build_timeout_s object_cache max_seconds seed"
+_OF_GPUS = f"{_BY_ALL} programs_per_task builders build_timeout_s run_timeout_s limit max_seconds seed"
 
 
 def _add_profile(sub: ui.Parser) -> None:
@@ -52,11 +54,15 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
     if args.library:
         from cdmpp.profiler.library import profile_library
 
+        ui.refuse(args, _add_profile, _BY_ALL, "is of programs: --library measures every operator of the networks")
+
         with ui.Bar(errors, "measuring") as bar:
             found = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.update)
         return _shown_labels(found, console)
     if args.compile_only:
         from cdmpp.profiler.compiled import compile_programs
+
+        ui.refuse(args, _add_profile, _TO_COMPILE, "is of measuring: --compile-only compiles random programs")
 
         with ui.Bar(errors, "compiling") as bar:
             made = compile_programs(networks, config=ui.settings(args, ProfileConfig), **_run(args, bar))
@@ -79,7 +85,7 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
 
 
 def _run(args: ui.Namespace, bar: ui.Bar) -> dict[str, Any]:
-    """What all that measure or compile are told: where, for what, and whom to tell."""
+    """Arguments of everything that measures or compiles: for what, where to, and what shows its progress."""
     given = {name: getattr(args, name) for name in ("device", "out", "resume")}
     return {**given, "progress": bar.follow, "notify": bar.say}
 
@@ -98,17 +104,11 @@ def _profile_gpu(networks: list[str], args: ui.Namespace, console: Console, erro
     from cdmpp.profiler.gpu.make import BundleConfig
     from cdmpp.profiler.gpu.measure import MeasureConfig, profile_gpu
 
-    for option in _OF_CPUS:
-        if getattr(args, option):
-            raise ProfilerError(
-                f"--{option.replace('_', '-')} is for CPUs: for a GPU, cdmpp bundle and cdmpp measure have more options"
-            )
+    more = "is for CPUs: for a GPU, cdmpp bundle and cdmpp measure have more options"
+    ui.refuse(args, _add_profile, _OF_GPUS, more)
     with ui.Bar(errors, "measuring") as bar:
-        configs: dict[str, Any] = {
-            "bundle_config": ui.settings(args, BundleConfig),
-            "measure_config": ui.settings(args, MeasureConfig),
-        }
-        report = profile_gpu(networks, **configs, **_run(args, bar))
+        build, measure = ui.settings(args, BundleConfig), ui.settings(args, MeasureConfig)
+        report = profile_gpu(networks, bundle_config=build, measure_config=measure, **_run(args, bar))
     return _shown(report, console)
 
 
@@ -168,6 +168,7 @@ def _measure(args: ui.Namespace, console: Console, errors: Console) -> Any:
     if args.bundle.lower().endswith(".csv"):
         from cdmpp.profiler.library import measure_operators
 
+        ui.refuse(args, _add_measure, "device out resume max_seconds", "is of bundles, and a .csv file lists operators")
         with ui.Bar(errors, "measuring") as bar:
             when = {"resume": args.resume, "max_seconds": args.max_seconds}
             found = measure_operators(args.bundle, args.out, args.device, progress=bar.update, **when)

@@ -199,6 +199,21 @@ def settings(args: Namespace, cls: type[Settings], **given: Any) -> Settings:
     return cls(**{**values, **given})
 
 
+def given(args: Namespace, add_options: Callable[[Parser], None]) -> dict[str, str]:
+    """Options of a verb with another value than their default: key -> name."""
+    defaults = Parser()
+    add_options(defaults)
+    options = reversed([action for action in defaults._actions if action.option_strings])  # former names count least
+    return {one.dest: one.option_strings[0] for one in options if getattr(args, one.dest, one.default) != one.default}
+
+
+def refuse(args: Namespace, add_options: Callable[[Parser], None], taken: str, why: str) -> None:
+    """CdmppError for a given option that is not ``taken`` here, rather than ignore it."""
+    for key, name in given(args, add_options).items():
+        if key not in taken.split():
+            raise CdmppError(f"{name} {why}")
+
+
 def networks_of(names: Iterable[str]) -> list[str]:
     """Names of networks, those of the zoo in place of ``zoo``."""
     from cdmpp.program.zoo import zoo_networks

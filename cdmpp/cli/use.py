@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _COMPILED = 4
 #: What `latency` predicts -> the options that say something of it, besides those of all three.
 _OPTIONS_OF = {
-    "networks": "runtime schedule programs_per_task compile seed streams launch_us price data layers",
+    "networks": "runtime schedule streams launch_us price layers",
+    "networks with --runtime tvm": "programs_per_task compile seed data",
     "language models": "dtype kv_dtype framework phase batch seq past generate tp price explain html",
     "lists of operators": "dtype framework explain html",
 }
@@ -53,6 +54,7 @@ def _predict(args: ui.Namespace, console: Console, errors: Console) -> Any:
     if compile_best is None:
         compile_best = _COMPILED if not measured and predictor.reads_code_of(predictor.device(args.device)) else 0
     if args.target.endswith(".json"):
+        ui.refuse(args, _add_predict, "device predictor compile measured", "is of networks, and a .json file is one program")
         device = args.device
         if device.startswith("this-cpu"):  # of others this would load the profiler for nothing
             from cdmpp.profiler.core_rates import with_known_clock
@@ -160,7 +162,7 @@ def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
         raise UnknownDeviceError("--shares is of one device")
     shares = [device.name for device in shares_of(devices[0])]
     result = _latency_on(args, shares, console, errors)
-    latency_s = {report["device"]: report["latency_s"] for report in result.get("reports", [result])}
+    latency_s = {report["device"]: report["latency_s"] for report in result["reports"]}
     if None in latency_s.values():
         return {**result, "smallest_share": None}
     smallest = shares[smallest_share([latency_s[share] for share in shares])]
@@ -168,29 +170,35 @@ def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
     return {**result, "smallest_share": smallest}
 
 
-def _check_options(args: ui.Namespace, what: str) -> None:
+def _check_options(args: ui.Namespace, *whats: str) -> None:
     """Refuse options that say nothing of what is predicted, rather than ignore them."""
-    defaults = ui.Parser()
-    _add_latency(defaults)
-    for key in " ".join(_OPTIONS_OF.values()).split():
+    if args.layers < 0:
+        raise CdmppError(f"--layers is {args.layers}, expected 0 (all) or more")
+    for key, name in ui.given(args, _add_latency).items():
         of = [kind for kind, own in _OPTIONS_OF.items() if key in own.split()]
-        if what not in of and getattr(args, key) not in (defaults.get_default(key), "torch"):  # all have library kernels
-            taken = f"{args.network} is taken for one of the {what} (cdmpp networks lists names)"
-            raise CdmppError(f"--{key.replace('_', '-')} is of {' and '.join(of)}, and {taken}")
+        if of and not {*of} & {*whats} and getattr(args, key) != "torch":  # all have library kernels
+            taken = f"{args.network} is taken for one of the {whats[0]} (cdmpp networks lists names)"
+            raise CdmppError(f"{name} is of {' and '.join(of)}, and {taken}")
 
 
 def _latency_on(args: ui.Namespace, devices: Sequence[str], console: Console, errors: Console) -> Any:
     from cdmpp.cli.serving import run as run_serving
     from cdmpp.endtoend import compare_devices, read_prices
+    from cdmpp.endtoend.latency import runs_eagerly
     from cdmpp.program.llm import MODELS, is_config, model_name
 
     listed = args.network.lower().endswith((".parquet", ".csv"))
     if listed or model_name(args.network) in MODELS or (args.network.endswith(".json") and is_config(args.network)):
         _check_options(args, "lists of operators" if listed else "language models")
         return run_serving(args, devices, console, errors)
-    _check_options(args, "networks")
     tuned = args.runtime == "tvm-tuned"
-    given = {name: getattr(args, name) for name in ("data", "streams", "programs_per_task", "seed")}
+    runtime = "tvm" if tuned else args.runtime
+    schedule = "best" if tuned and args.schedule == "untuned" else args.schedule
+    by_torch = runs_eagerly(args.network, runtime, schedule)
+    _check_options(args, "networks", *([] if by_torch else ["networks with --runtime tvm"]))
+    options = {name: getattr(args, name) for name in ("data", "streams", "programs_per_task", "seed")}
+    options |= {"runtime": runtime, "schedule": schedule, "launch_overhead_us": args.launch_us, "compile_best": args.compile}
+    prices = None if args.price is None else read_prices(args.price)
     reading = errors.status("reading the network, predicting its tasks")
 
     def compiled(done: int, total: int) -> None:
@@ -198,21 +206,10 @@ def _latency_on(args: ui.Namespace, devices: Sequence[str], console: Console, er
         bar.update(done, total)
 
     with reading, ui.Bar(errors, "programs compiled") as bar:
-        comparison = compare_devices(
-            args.network,
-            devices,
-            args.predictor,
-            prices=None if args.price is None else read_prices(args.price),
-            runtime="tvm" if tuned else args.runtime,
-            schedule="best" if tuned and args.schedule == "untuned" else args.schedule,
-            launch_overhead_us=args.launch_us,
-            compile_best=args.compile,
-            progress=compiled,
-            **given,
-        )
-    if len(comparison.reports) == 1:
+        comparison = compare_devices(args.network, devices, args.predictor, prices=prices, progress=compiled, **options)
+    if len(comparison.reports) == 1:  # its numbers also stand on top
         _show_layers(console, comparison, args.layers)
-        return comparison.reports[0].to_json()
+        return {**comparison.to_json(), **comparison.reports[0].to_json()}
     _show_devices(console, comparison, devices[-1] if args.shares else None)
     return comparison.to_json()
 

@@ -137,8 +137,6 @@ def candidates(
     kind = str(schedule)
     if source.library and kind != UNTUNED:
         raise TunerError(f"schedule {kind}: the tasks of an imported trace are run by a library, which has its own")
-    if programs_per_task < 1:
-        raise TunerError(f"one program per task at least, got {programs_per_task}")
     origin = "library" if source.library else UNTUNED
     funcs = {task.hash: ([task.prim_func()], origin) for task in source.tasks.values()}
     notes: list[str] = []
@@ -159,7 +157,10 @@ def candidates(
 
 
 def random_programs(task: Task, device: Device, n: int, seed: int) -> list[Any]:
-    """PrimFuncs of up to `n` random points of a task's design space for a device; empty if it has no design space."""
+    """PrimFuncs of up to `n` random points of a task's design space for a device; empty if it has no design space. Raises
+    TunerError if `n` is not 1 or more."""
+    if n < 1:
+        raise TunerError(f"one program per task at least, got {n}")
     rule = "llvm" if device.kind == "cpu" else "cuda"
     try:
         spaces = TaskSpaces(task, rule, int(device.share) if rule == "llvm" else 0)
@@ -235,7 +236,7 @@ def predict_network(
                 "weight": task.networks[loaded.name],
                 "flops": task.flops,
                 "programs": len(funcs),
-                "compiled": min(max(1, compile_best), len(funcs)),
+                "compiled": min(compile_best, len(funcs)),
                 "best_s": best_s,
                 "median_s": float(np.median(latencies)),
                 "worst_s": float(latencies.max()),

@@ -72,6 +72,8 @@ def split_half_difference(samples_s: Sequence[float]) -> float:
     return abs(odd - even) / ((odd + even) / 2)
 
 
+#: Settings of building and measuring that must be above 0 where they are numbers.
+_ABOVE_0 = ("builders", "build_timeout_s", "run_timeout_s", "workers", "degree", "programs_per_task", "task_seconds", "limit")
 #: Seconds within which a fresh builder has to build a small program.
 _FIRST_BUILD_S = 120.0
 #: Seconds between two requests for a job while there is nothing to do.
@@ -86,10 +88,11 @@ class BuildConfig:
     build_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in ("builders", "build_timeout_s", "run_timeout_s", "programs_per_task", "limit"):
-            value = getattr(self, name, None)
-            if value is not None and not value > 0:
-                raise ProfilerError(f"{name.removesuffix('_s').replace('_', ' ')}: above 0 is needed, got {value:g}")
+        for name in _ABOVE_0:
+            if isinstance(value := getattr(self, name, None), int | float) and not value > 0:
+                raise ProfilerError(f"{name} is {value:g}, expected a number above 0")
+        if not 0 <= (part := getattr(self, "search_fraction", 0)) <= 1:
+            raise ProfilerError(f"search_fraction is {part:g}, expected 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)

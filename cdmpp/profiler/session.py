@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cdmpp.dataset import Dataset
 from cdmpp.device import Device, get_device
 from cdmpp.device.table import machine_facts
-from cdmpp.errors import DatasetError, ProfilerError
+from cdmpp.errors import DatasetError, ProfilerError, raised_as
 from cdmpp.files import parse_json, read_text
 from cdmpp.profiler.core_rates import with_clock
 from cdmpp.profiler.cpu import CpuConfig, CpuMeasurer, sentinel_job, threads_of
@@ -195,8 +195,8 @@ def profile(
     config, notify = config or ProfileConfig(), notify or logger.info
     path, calibration = Path(out), None
     refuse_to_replace(path, resume or remeasure)
-    if remeasure and programs_of is not None and config.limit is None:
-        raise ProfilerError("re-measuring needs a limit: how many programs?")
+    if remeasure and (programs_of is None or config.limit is None):
+        raise ProfilerError("--remeasure needs --programs-of, the dataset, and --limit, how many of its programs")
     executor: Executor | None = None
     if config.ray is not None:
         from cdmpp.profiler import ray
@@ -242,17 +242,10 @@ def profile(
             "cache": "warm",
             "calibration": None if calibration is None else asdict(calibration),
         }
+        watch: dict[str, Any] = {"max_seconds": config.max_seconds, "progress": progress, "notify": notify}
+        packages = ("apache-tvm", "apache-tvm-ffi")
         session = Session(
-            dataset,
-            device.name,
-            settings,
-            families,
-            ("apache-tvm", "apache-tvm-ffi"),
-            known=plan.known,
-            total=lambda: plan.total,
-            max_seconds=config.max_seconds,
-            progress=progress,
-            notify=notify,
+            dataset, device.name, settings, families, packages, known=plan.known, total=lambda: plan.total, **watch
         )
         measurer = CpuMeasurer(config, device.target, executor, sentinel_job())
         with Engine(measurer) as engine:
@@ -318,13 +311,11 @@ def _degree(
 
 def read_task_file(path: str | Path) -> list[str]:
     """Task hashes from a file: JSON with a list ``tasks``, or one hash a line (ProfilerError if it holds none)."""
-    try:
+    with raised_as(ProfilerError, f"{path} is no task file (JSON with 'tasks', or one hash a line)", KeyError):
         text = read_text(path)
         hashes = parse_json(text)["tasks"] if text.lstrip().startswith("{") else text.split()
         if not isinstance(hashes, list):
             raise ValueError(f"'tasks' is {hashes!r:.40}, expected a list")
-    except (OSError, ValueError, KeyError) as err:
-        raise ProfilerError(f"{path} is no task file (JSON with 'tasks', or one hash a line): {err}") from err
     if not hashes:
         raise ProfilerError(f"{path} names no task")
     return [str(h) for h in hashes]

@@ -135,7 +135,7 @@ def test_task_files_and_what_is_refused(mlp: Path, tmp_path: Path) -> None:
     with pytest.raises(ProfilerError, match="those of another"):
         profile(["mlp"], device="h200", out=tmp_path / "a", config=QUICK_PROFILE)
     for name in ("builders", "build_timeout_s", "run_timeout_s", "programs_per_task", "limit"):
-        with pytest.raises(ProfilerError, match=r"above 0 is needed, got 0"):
+        with pytest.raises(ProfilerError, match=r"is 0, expected a number above 0"):
             replace(QUICK_PROFILE, **{name: 0})
     (tmp_path / "a.json").write_text('{"tasks": ["0123456789abcdef"]}')
     (tmp_path / "b.txt").write_text("0123456789abcdef\nfedcba9876543210\n")
