@@ -214,7 +214,8 @@ def _load_pt2(path: Path) -> Any:
         with _quiet(), _weights_only():
             return torch.export.load(str(path))
     except Exception as err:
-        raise NetworkError(f"{path} is not a readable .pt2 file: {_first_line(err)}") from err
+        said = _first_line(err).partition(" Please check the warnings")[0]
+        raise NetworkError(f"{path} is not a readable .pt2 file of torch.export.save: {said}") from err
 
 
 def _exported_inputs(exported: Any) -> list[TensorSpec]:
@@ -380,10 +381,15 @@ def _first_line(err: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings: front ends warn about each renamed input and about their own deprecations."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Suppress warnings: front ends warn about each renamed input and about their own deprecations, torch logs tracebacks."""
+    log = logging.getLogger("torch.export")
+    log.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = False
 
 
 #: Name of the function that turns the network's weights into the form that ``main`` takes.

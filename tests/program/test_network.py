@@ -158,8 +158,8 @@ def test_onnx_other_dynamic_extents_must_be_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "save"), [("onnx", save_onnx), ("pt2", save_pt2)])
-@pytest.mark.parametrize("content", [b"", b"this is not a network\n" * 50, b"\x08\x01\x12", None])
-def test_file_that_is_not_a_network_or_cut_in_half(tmp_path, suffix: str, save: Any, content: bytes | None) -> None:
+@pytest.mark.parametrize("content", [b"", b"this is not a network\n" * 50, b"\x08\x01\x12", b"PK\5\6" + bytes(18), None])
+def test_file_that_is_not_a_network_or_cut_in_half(tmp_path, capfd, suffix: str, save: Any, content: bytes | None) -> None:
     path = tmp_path / f"bad.{suffix}"
     if content is None:
         whole = save(path).read_bytes()
@@ -167,7 +167,7 @@ def test_file_that_is_not_a_network_or_cut_in_half(tmp_path, suffix: str, save: 
     path.write_bytes(content)
     with pytest.raises(NetworkError, match=rf"bad\.{suffix} is not a") as caught:
         load_network(path)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and "warnings above" not in str(caught.value) and capfd.readouterr().err == ""
 
 
 def test_networks_with_pickled_code_do_not_run_it(tmp_path: Path) -> None:
