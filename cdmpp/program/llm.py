@@ -33,12 +33,14 @@ MODELS: dict[str, dict[str, Any]] = {
         ("gemma-3-27b", ("gemma3_text", 5376, 21504, 62, 32, 16, 262208),
          {"head_dim": 128, "sliding_window": 1024, "tie_word_embeddings": True}),
         *((f"gpt-oss-{size}b", ("gpt_oss", 2880, 2880, layers, 64, 8, 201088),
-           {"head_dim": 64, "sliding_window": 128, "num_local_experts": experts, "num_experts_per_tok": 4})
+           {"head_dim": 64, "sliding_window": 128, "num_local_experts": experts, "num_experts_per_tok": 4,
+            "quantization_config": {"quant_method": "mxfp4"}})
           for size, layers, experts in ((20, 24, 32), (120, 36, 128))),
         *((name, ("deepseek_v3", 7168, 18432, 61, 128, 128, 129280),
            {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
             "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3}) for name in ("deepseek-v3", "deepseek-r1")),
+            "first_k_dense_replace": 3, "quantization_config": {"quant_method": "fp8"}})
+          for name in ("deepseek-v3", "deepseek-r1")),
         ("mixtral-8x7b", ("mixtral", 4096, 14336, 32, 32, 8, 32000), {"num_local_experts": 8, "num_experts_per_tok": 2}),
     )
 }  # fmt: skip
@@ -53,7 +55,7 @@ _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3text": 6, "gptoss": 2, "olmo3": 4,
 _UNLIKE = ("full_attention_interval", "interleave_moe_layer_step", "mlp_only_layers")
 #: Sizes of a configuration that may be 0.
 _ALSO_0 = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size", "n_shared_experts",
-           "shared_expert_intermediate_size", "first_k_dense_replace")  # fmt: skip
+           "shared_expert_intermediate_size", "first_k_dense_replace", "max_window_layers")  # fmt: skip
 #: Products that stay in 16 bits, as everything does except the layers' other products.
 _IN_16_BITS = ("vocabulary", "router", "queries to latents", "latents to values")
 #: Sizes of latent attention: what queries, and keys with values, are reduced to; parts of a head.
@@ -65,7 +67,7 @@ class Decoder:
     """Sizes of a decoder. A layer, or each of its ``experts``, is ``intermediate`` wide; ``dense`` layers have no experts and
     are ``dense_intermediate`` wide; ``windowed`` layers see a window. ``latent`` are the sizes :data:`_LATENT` of heads that
     expand their keys and values from one vector a token (DeepSeek-V2, arXiv 2405.04434, section 2.1). ``text_part`` says that
-    the model also reads images or sound, by parts that are not included."""
+    the model also reads images or sound, by parts that are not included; ``published`` how its weights are quantised, if so."""
 
     name: str
     hidden: int
@@ -85,6 +87,7 @@ class Decoder:
     latent: tuple[int, ...] = ()
     tied: bool = False
     text_part: bool = False
+    published: str = ""
 
     def splits(self, tp: int) -> bool:
         """Whether every rank gets whole heads and equal parts."""
@@ -254,7 +257,8 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
             raise NetworkError(f"{name}: {field} is {config[field]}, expected at most its {most} {what}")
     window = int(config.get("sliding_window") or 0) if config.get("use_sliding_window", True) else 0
     every = config.get("sliding_window_pattern") or _PATTERNS.get(short, layers + 1)
-    windowed = types[:layers].count("sliding_attention") if types else layers - layers // every
+    first = min(layers, int(config.get("max_window_layers") or 0))  # Qwen's first layers see all tokens
+    windowed = types[:layers].count("sliding_attention") if types else layers - (layers // every or first)
     return Decoder(
         name=name, hidden=int(config["hidden_size"]), layers=layers, heads=heads, kv_heads=kv_heads,
         head_dim=int(config.get("head_dim") or config["hidden_size"] // heads), intermediate=inner,
@@ -264,4 +268,5 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
         dense_intermediate=int(config.get("intermediate_size") or 0), latent=latent,
         tied=bool(config.get("tie_word_embeddings", short.startswith(("gemma", "cohere")))),
         text_part=bool({"text_config", "vision_config"} & config.keys()),
+        published=str(dict(config.get("quantization_config") or {}).get("quant_method", "")),
     )  # fmt: skip

@@ -175,6 +175,7 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
         ({**experts, "num_local_experts": -8}, "num_local_experts is -8, expected a whole number from 0"),
         ({**experts, "first_k_dense_replace": 99}, "first_k_dense_replace is 99, expected at most its 32 layers"),
         ({**MODELS["qwen3-30b-a3b"], "decoder_sparse_step": 2}, "layers that differ .* decoder_sparse_step"),
+        ({**llama, "quantization_config": "fp8"}, "a size of its configuration cannot be"),
         ({**llama, "text_config": None}, "text_config is None, expected names and values"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM', expected a list"),
         ({**llama, "model_type": None}, "lacks model_type"),
@@ -184,8 +185,8 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
     assert load_decoder("meta-llama/Llama-3.1-8B-Instruct") == load_decoder("llama-3.1-8b")
     window = {**llama, "sliding_window": 64}
     half, every = ["sliding_attention", "full_attention"] * 20, "sliding_window_pattern"
-    kinds = {"layer_types": half, every: "LG"}, {every: 6}, {}, {"use_sliding_window": False}
-    assert [load_decoder(written(**window, **kind)).windowed for kind in kinds] == [16, 27, 32, 0]
+    kinds = {"layer_types": half, every: "LG"}, {every: 6}, {}, {"use_sliding_window": False}, {"max_window_layers": 28}
+    assert [load_decoder(written(**window, **kind)).windowed for kind in kinds] == [16, 27, 32, 0, 4]
     gemma = load_decoder(written(model_type="gemma3", text_config=MODELS["gemma-3-27b"]))
     assert gemma.text_part and not known.text_part
     rows = load_decoder("gpt-oss-20b").step(2, 1, 4000, "bfloat16", "bfloat16")
