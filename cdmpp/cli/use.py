@@ -148,9 +148,12 @@ def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """
     from cdmpp.device import get_device, load_table
 
-    devices = [name.strip() for name in args.device.split(",") if name.strip()]
+    given = (name.strip() for name in args.device.split(",") if name.strip())
+    devices = list({get_device(name).name: name for name in given}.values())  # each once
     if not devices:
         raise UnknownDeviceError("--device names no device")
+    if args.layers < 0:
+        raise CdmppError(f"--layers is {args.layers}, expected 0 or more")
     for name in devices:
         if others := load_table().variants(name):
             ui.warn(errors, f"{name} is taken for {get_device(name).base}; there are {', '.join(others)}")
