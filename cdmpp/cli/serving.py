@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add_options(sub: Parser) -> None:
     """What a serving step is of; shown as a group of its own."""
     group = sub.add_argument_group("language models (config.json or a name) and lists of operators")
-    dtype = "data type of weights and products, such as bf16 or fp8 (default: bf16)"
+    dtype = "data type of weights and products, such as bf16 or fp8 (default: bf16, on CPUs fp32)"
     add(group, "dtype", metavar="T", default=None, type=str, help=dtype)
     add(group, "kv_dtype", metavar="T", default="bf16", help="data type of keys and values")
     add(group, "framework", default="best", metavar="F", help="serving engine: best of all, vllm, sglang, trtllm")
@@ -41,15 +41,14 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
     from cdmpp.endtoend.serving import Serving, predict_operators, predict_serving
     from cdmpp.predictor.operators import load_operator_model
 
-    dtype = args.dtype or "bfloat16"
     with errors.status("predicting operators"):
         if args.network.lower().endswith((".parquet", ".csv")):
             model_of = partial(load_operator_model, args.predictor)
-            reports = predict_operators(args.network, devices, model_of, dtype=dtype, framework=args.framework)
+            reports = predict_operators(args.network, devices, model_of, dtype=args.dtype, framework=args.framework)
         else:
             model = load_operator_model(args.predictor)
             given = {name: getattr(args, name) for name in ("kv_dtype", "phase", "batch", "seq", "past")}
-            serving = Serving(dtype=dtype, generate=args.generate, tp=args.tp, **given)
+            serving = Serving(dtype=args.dtype or "bfloat16", generate=args.generate, tp=args.tp, **given)
             prices = None if args.price is None else read_prices(args.price)
             reports = predict_serving(args.network, devices, model, serving, framework=args.framework, prices=prices)
     alone = len(reports) == 1 or reports[0].latency_s is None  # the same operators are known on all devices
@@ -57,10 +56,11 @@ def run(args: Namespace, devices: Sequence[str], console: Console, errors: Conso
         _show(console, report, args.explain)
     if not alone:
         more = {
-            "tokens/s": lambda report: number(report.tokens_per_s, ".4g"),
-            "a million tokens": lambda report: number(report.price_per_million_tokens, ".4g"),
+            "?tokens/s": lambda report: number(report.tokens_per_s, ".4g"),
+            "?a million tokens": lambda report: number(report.price_per_million_tokens, ".4g"),
         }
-        title = f"{reports[0].network} on {len(reports)} devices, {reports[0].dtype}"
+        dtypes = " and ".join(dict.fromkeys(report.dtype for report in reports))
+        title = f"{reports[0].network} on {len(reports)} devices, {dtypes}"
         show_ranked(console, title, reports, more)
     if args.html is not None:
         from cdmpp.report import write_serving

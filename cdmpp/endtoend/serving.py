@@ -88,14 +88,16 @@ def predict_operators(
     devices: Sequence[str | Device],
     model_of: Callable[[str], OperatorModel],
     *,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     framework: str = BEST,
 ) -> list[ServingReport]:
     """Predict the operators of a file (:func:`cdmpp.program.operators.read_operators`) on each device, with the model for its
-    kind. Raises ProgramError, UnknownDeviceError or PredictorError if a row, a device or the framework is wrong."""
-    rows, known = read_operators(path, dtype_name(dtype)), [get_device(name) for name in devices]
-    models = {kind: model_of(kind) for kind in {device.kind for device in known}}
-    return [_report(rows, d, models[d.kind], Path(path).stem, dtype_name(dtype), framework) for d in known]
+    kind; ``dtype`` is of rows without one (None: bfloat16, on CPUs float32). Raises ProgramError, UnknownDeviceError or
+    PredictorError if a row, a device or the framework is wrong."""
+    known = [get_device(name) for name in devices]
+    dtypes = {d.kind: dtype_name(dtype or {"cpu": "float32"}.get(d.kind, "bfloat16")) for d in known}
+    of = {kind: (read_operators(path, own), model_of(kind), own) for kind, own in dtypes.items()}
+    return [_report(of[d.kind][0], d, of[d.kind][1], Path(path).stem, of[d.kind][2], framework) for d in known]
 
 
 def predict_serving(
@@ -131,6 +133,8 @@ def predict_serving(
     if not reports:
         raise NetworkError("; ".join(map(str, small)))
     part = [f"the text part of {decoder.name} alone: what encodes images or sound is not included"] * decoder.text_part
+    if decoder.published and "float" in dtype:
+        part.append(f"the weights of {decoder.name} are published in {decoder.published}, here they are in {dtype} (--dtype)")
     part += ["latent attention was never measured: its times are of attention to as many bytes"] * bool(decoder.latent)
     return [replace(report, notes=(*report.notes, *part, *map(str, small))) for report in reports]
 
@@ -213,8 +217,10 @@ def _report(rows: pd.DataFrame, device: Device, model: OperatorModel, name: str,
     operators = [{name: _plain(value) for name, value in row.items()} for row in listed.to_dict("records")]
     unknown = rows.loc[~known, "op"].value_counts().to_dict()
     lacking = {used: without_unit(device, used) for used in sorted(set(table["dtype"]))}
-    instead = "; it has one for --dtype fp16" * (device.kind == "gpu" and not without_unit(device, "float16"))
+    instead = "; it has one for --dtype fp16" * (not without_unit(device, "float16"))
     notes = [note + instead * (used == "bfloat16") for used, note in lacking.items() if note]
+    if device.kind == "cpu" and (unsure := ", ".join(used for used, note in lacking.items() if note)):
+        notes = [f"on CPUs only float32 was measured: {unsure} can be far faster, and without instructions 100 times slower"]
     if unknown:
         share = 1 - counts.sum() / max(rows["count"].sum(), 1e-9)
         notes.append(f"no time is known of {', '.join(unknown)}: {share:.0%} of the runs are missing from the sum")

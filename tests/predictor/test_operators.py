@@ -327,6 +327,8 @@ def test_serving_steps_add_up() -> None:
     (fits,) = predict_serving("llama-3.1-8b", ["t4", "h200"], SHIPPED, Serving())
     assert fits.device == "h200" and "t4, which have 16 GB" in " ".join(fits.notes)
     assert fits.memory_gb == pytest.approx(sum(fits.memory_parts_gb.values()))
+    packed = [predict_serving("gpt-oss-20b", ["h200"], SHIPPED, Serving(dtype))[0].notes for dtype in ("bf16", "fp8")]
+    assert ["gpt-oss-20b are published in mxfp4" in " ".join(notes) for notes in packed] == [True, False]
     bf16, fp16 = (predict_serving("qwen3-8b", ["t4"], SHIPPED, Serving(t, tp=4))[0].notes for t in ("bf16", "fp16"))
     assert "is used instead; it has one for --dtype fp16" in " ".join(bf16) and "no unit" not in " ".join(fp16)
     tiny, long = replace(get_device("t4"), mem_gb=2.0), Serving(seq=3000, tp=4, phase="decode", past=1_200_000)
@@ -356,24 +358,26 @@ def test_lists_leave_the_share_of_unknown_operators_open(tmp_path: Path, command
     path.write_text("op,m,n,k\nmystery,8,8,8\n")
     (nothing,) = predict_operators(path, ["l40s"], lambda kind: SHIPPED)
     assert nothing.latency_s is nothing.low_s is None and nothing.unknown == {"mystery": 1} and nothing.by_name() == []
-    shares = command.json(
-        "latency", path, "--device", "h200", "--runtime", "torch", "--shares", "--html", tmp_path / "step.html"
-    )
+    page = tmp_path / "step.html"
+    shares = command.json("latency", path, "--device", "h200", "--runtime", "torch", "--shares", "--html", page)
     assert shares["smallest_share"] is None and shares["by_latency"] == [] and "unknown: no time" in command.out
-    assert "h200: unknown" in (tmp_path / "step.html").read_text()
-    path.write_text("op,m,n,k\ngemm,8,inf,8\n")
-    with pytest.raises(ProgramError, match="row 1: n is inf, expected a number from 0 to"):
-        predict_operators(path, ["l40s"], lambda kind: SHIPPED)
-    path.write_text("op,m,n,k\nmystery,4,4,4\ngemm,4,4,\n")
-    with pytest.raises(ProgramError, match="row 2: gemm needs k"):
-        predict_operators(path, ["l40s"], lambda kind: SHIPPED)
+    assert "h200: unknown" in page.read_text()
+    lacking = "x,4,4,4\ngemm,4,4,", "row 2: gemm needs k"
+    for rows, said in (lacking, ("gemm,8,inf,8", "row 1: n is inf, expected a number from 0 to")):
+        path.write_text(f"op,m,n,k\n{rows}\n")
+        with pytest.raises(ProgramError, match=said):
+            predict_operators(path, ["l40s"], lambda kind: SHIPPED)
 
 
 def test_a_list_on_a_cpu_is_priced_by_its_operators(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "step.csv"
     path.write_text("op,m,n,k,count\ngemm,128,512,256,2\n")
-    found = command.json("latency", path, "--device", "h200,epyc-zen4-2.6ghz@1", "--dtype", "float32")["reports"]
+    ask = "latency", path, "--device", "h200,epyc-zen4-2.6ghz@1,H200"
+    found, usual, narrow = (command.json(*ask, *more)["reports"] for more in (("--dtype", "float32"), (), ("--dtype", "bf16")))
     took = {report["device"]: report["latency_s"] for report in found}
+    assert len(found) == 2 and "--layers is -1" in command.error(*ask, "--layers", "-1")
+    assert usual[0]["dtype"] == "bfloat16" and usual[1] == found[1] and usual[1]["notes"] == []
+    assert narrow[1]["notes"][0].startswith("on CPUs only float32 was measured: bfloat16 can")
     table = operator_table([{"op": "gemm", "dtype": "float32", "m": 128, "n": 512, "k": 256}])
     for name, model in (("h200", SHIPPED), ("epyc-zen4-2.6ghz@1", load_operator_model(kind="cpu"))):
         assert took[name] == pytest.approx(2 * model.predict(table, name)[0])
