@@ -152,8 +152,6 @@ def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
     devices = list({get_device(name).name: name for name in given}.values())  # each once
     if not devices:
         raise UnknownDeviceError("--device names no device")
-    if args.layers < 0:
-        raise CdmppError(f"--layers is {args.layers}, expected 0 or more")
     for name in devices:
         if others := load_table().variants(name):
             ui.warn(errors, f"{name} is taken for {get_device(name).base}; there are {', '.join(others)}")

@@ -151,10 +151,9 @@ def test_named_tasks_and_all_tasks(small, base, caplog):
     named = choose_tasks(base, fewer, "fast", ["t001", "t002"])
     assert named.tasks == ("t002",) and named.wanted == ("t001", "t002") and "1 of 2 tasks" in caplog.text
     assert choose_tasks(base, fewer, "fast", None).tasks == tuple(f"t{i:03d}" for i in range(10) if i != 1)
-    with pytest.raises(PredictorError, match="none of the 1 tasks named"):
-        choose_tasks(base, fewer, "fast", ["t001"])
-    with pytest.raises(PredictorError, match="no records of other"):
-        choose_tasks(base, fewer, "other", None)
+    for device, tasks, said in (("fast", ["t001"], "none of the 1 tasks named"), ("other", None, "no records of other")):
+        with pytest.raises(PredictorError, match=said):
+            choose_tasks(base, fewer, device, tasks)
 
 
 def test_few_shot_is_a_few_lines(small, base):
@@ -169,12 +168,10 @@ def test_few_shot_is_a_few_lines(small, base):
 
 
 def test_few_shot_refuses_what_would_not_be_clean(small, base):
-    with pytest.raises(PredictorError, match="was trained on slow"):
-        few_shot(base, small, "slow", 3)
-    with pytest.raises(SplitError, match="none is left to test"):
-        few_shot(base, small, "fast", 10)
-    with pytest.raises(UnknownDeviceError):
-        few_shot(base, small, "h300", 3)
+    errors = ("slow", 3, PredictorError, "was trained on slow"), ("fast", 10, SplitError, "none is left to test")
+    for device, number, error, said in (*errors, ("h300", 3, UnknownDeviceError, "")):
+        with pytest.raises(error, match=said):
+            few_shot(base, small, device, number)
 
 
 def test_one_program_is_too_few(small, base, tmp_path):

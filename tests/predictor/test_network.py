@@ -168,9 +168,8 @@ def test_positions_are_told_apart(variant: str) -> None:
 
 
 def test_bad_arguments() -> None:
+    for places, columns, said in (([1], 0, "at least one column"), ([-1], 4, "negative")):
+        with pytest.raises(PredictorError, match=said):
+            positional_encoding(places, columns)
     with pytest.raises(PredictorError, match="unknown positional encoding 'sine'"):
         positional_encoding([1], 4, "sine")
-    with pytest.raises(PredictorError, match="at least one column"):
-        positional_encoding([1], 0)
-    with pytest.raises(PredictorError, match="negative"):
-        positional_encoding([-1], 4)

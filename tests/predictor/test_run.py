@@ -123,10 +123,9 @@ def test_evaluate_reports_groups_and_trained_tasks(data, by_task, tmp_path):
     everything = evaluate(result.predictor, data, "all")
     assert everything["overall"]["n"] == len(data) and everything["n_trained_tasks"] > 0
     assert evaluate(result.predictor, data, "by_task")["overall"] == scores["overall"]
-    with pytest.raises(PredictorError, match="cannot group by 'colour'"):
-        evaluate(result.predictor, data, by=("colour",))
-    with pytest.raises(PredictorError, match="unknown part"):
-        evaluate(result.predictor, data, part="dev")
+    for asked, said in (({"by": ("colour",)}, "cannot group by 'colour'"), ({"part": "dev"}, "unknown part")):
+        with pytest.raises(PredictorError, match=said):
+            evaluate(result.predictor, data, **asked)
 
 
 def test_no_data_is_said(config, tmp_path):

@@ -198,10 +198,9 @@ def test_the_command_goes_on_where_it_stopped(data, tmp_path, monkeypatch, comma
 def test_bad_input(data, small, tmp_path):
     with pytest.raises(PredictorError, match="no search space for model 'roofline'"):
         search(small, data, tmp_path, 1, model="roofline")
-    with pytest.raises(PredictorError, match="at least one trial"):
-        search(small, data, tmp_path, 0)
-    with pytest.raises(PredictorError, match="no data"):
-        search(config_from_dict({}), None, tmp_path, 1)
+    for config, of, trials, said in ((small, data, 0, "at least one trial"), (config_from_dict({}), None, 1, "no data")):
+        with pytest.raises(PredictorError, match=said):
+            search(config, of, tmp_path, trials)
 
 
 def test_the_first_trial_is_the_configuration_itself_where_the_space_holds_it(data, small, tmp_path, scripted) -> None:

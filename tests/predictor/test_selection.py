@@ -88,9 +88,8 @@ def test_the_file_is_what_profile_takes(three_kinds, tmp_path):
 
 
 def test_bad_arguments_are_said(small):
-    with pytest.raises(PredictorError, match="at least 1, got 0"):
-        select_tasks(small, 0)
-    with pytest.raises(PredictorError, match="unknown selection 'best'"):
-        select_tasks(small, 2, "best")
+    for number, by, said in ((0, "kmeans", "at least 1, got 0"), (2, "best", "unknown selection 'best'")):
+        with pytest.raises(PredictorError, match=said):
+            select_tasks(small, number, by)
     with pytest.raises(PredictorError, match="no task to choose from"):
         select_tasks(small, 2, available=())

@@ -121,10 +121,9 @@ def test_a_checkpoint_of_another_run_or_damaged_is_refused(make_trainer, tmp_pat
     with pytest.raises(PredictorError, match="another configuration"):
         load_checkpoint(path, "that run")
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(PredictorError, match="cannot read"):
-        load_checkpoint(path, "this run")
-    with pytest.raises(PredictorError, match="cannot read"):
-        load_checkpoint(tmp_path / "none", "this run")
+    for unreadable in (path, tmp_path / "none"):
+        with pytest.raises(PredictorError, match="cannot read"):
+            load_checkpoint(unreadable, "this run")
 
 
 @pytest.mark.parametrize("spec", [ADAPT, "by_device:heldout=fast;adapt=0.5;seed=0"])

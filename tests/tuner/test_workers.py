@@ -152,14 +152,16 @@ def test_tasks_are_parted_by_work_and_shares_that_do_not_fit_are_refused(monkeyp
     one, two = device_of_this_machine("this-cpu@1"), replace(device_of_this_machine("this-cpu@1"), share=2.0)
     assert worker_cores(one, "auto") == ((3,), (2,), (1,), (0,))
     assert worker_cores(two, "auto") == ((2, 3), (0, 1)) == worker_cores(two, 2)
-    with pytest.raises(TunerError, match=r"3 shards of .* need 6 cores, this process may use 4"):
-        worker_cores(two, 3)
-    with pytest.raises(TunerError, match="one worker at least"):
-        worker_cores(one, 0)
-    with pytest.raises(TunerError, match="'auto', got 'many'"):
-        tune_config(1, shards="many")
-    with pytest.raises(TunerError, match="shards or workers, not both"):
-        tune_config(1, shards=2, workers=2)
+    needs = r"3 shards of .* need 6 cores, this process may use 4"
+    for device, number, said in ((two, 3, needs), (one, 0, "one worker at least")):
+        with pytest.raises(TunerError, match=said):
+            worker_cores(device, number)
+    for given, said in (
+        ({"shards": "many"}, "'auto', got 'many'"),
+        ({"shards": 2, "workers": 2}, "shards or workers, not both"),
+    ):
+        with pytest.raises(TunerError, match=said):
+            tune_config(1, **given)
 
 
 def test_workers_beside_the_real_engine_keep_to_their_cores(tmp_path: Path, started: list[Worker]) -> None:
