@@ -206,8 +206,9 @@ def _list_operators(args: Namespace, console: Console) -> Any:
     rows = pool.iloc[choose(*model.traits(pool, device), int(args.tasks), args.select or "variance", args.seed)]
     with raised_as(CdmppError, f"cannot write {args.out}"):
         write_text(Path(args.out), rows.dropna(axis=1, how="all").to_csv(index=False))
+    on, cpu = f" --device {device.name}", device.kind == "cpu"
     say(console, f"{args.out}: {len(rows)} of {len(pool)} operators; copy it to {device.name}, where PyTorch is, and\n"
-        f"cdmpp measure {args.out} --out DIR\ncdmpp finetune --data DIR --device {device.name} --out PREDICTOR")  # fmt: skip
+        f"cdmpp measure {args.out}{on * cpu} --out DIR\ncdmpp finetune --data DIR{on} --out PREDICTOR")  # fmt: skip
     return {"path": args.out, "operators": len(rows), "kinds": dict(Counter(map(str, kinds(rows))))}
 
 

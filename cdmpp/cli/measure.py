@@ -150,7 +150,7 @@ def _add_measure(sub: ui.Parser) -> None:
 
     what = "a bundle of cdmpp bundle, or a .csv of operators for PyTorch to run (cdmpp finetune --tasks K without --data)"
     sub.add_argument("bundle", metavar="FILE", help=what)
-    ui.add(sub, "device", help="the bundle's device (default) or a share of it, such as h200@0.5; for operators the GPU here")
+    ui.add(sub, "device", help="the bundle's device (default) or a share, such as h200@0.5; of operators the GPU or CPU here")
     ui.add(sub, "out", required=True, help="dataset folder")
     ui.add(sub, "resume")
     ui.add(sub, "cache", choices=("warm", "cold"), default="warm", help="state of the L2 cache before a sample")

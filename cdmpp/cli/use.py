@@ -148,8 +148,7 @@ def _latency(args: ui.Namespace, console: Console, errors: Console) -> Any:
     """
     from cdmpp.device import get_device, load_table
 
-    given = (name.strip() for name in args.device.split(",") if name.strip())
-    devices = list({get_device(name).name: name for name in given}.values())  # each once
+    devices = list({get_device(name).name: name for name in map(str.strip, args.device.split(",")) if name}.values())
     if not devices:
         raise UnknownDeviceError("--device names no device")
     for name in devices:

@@ -114,8 +114,7 @@ def predict_serving(
     fits no device's memory; UnknownDeviceError or PredictorError if a device or the framework is wrong."""
     decoder = load_decoder(spec)
     _check(serving)
-    dtype = dtype_name(serving.dtype)
-    kv_dtype = dtype_name(serving.kv_dtype)
+    dtype, kv_dtype = dtype_name(serving.dtype), dtype_name(serving.kv_dtype)
     rows = _steps(decoder, serving, dtype, kv_dtype)
     reports, small = [], list[NetworkError]()
     for name in devices:
@@ -135,6 +134,7 @@ def predict_serving(
     part = [f"the text part of {decoder.name} alone: what encodes images or sound is not included"] * decoder.text_part
     if decoder.published and "float" in dtype:
         part.append(f"the weights of {decoder.name} are published in {decoder.published}, here they are in {dtype} (--dtype)")
+    part += [f"no price is given for {report.device}" for report in reports if prices and report.device not in prices]
     part += ["latent attention was never measured: its times are of attention to as many bytes"] * bool(decoder.latent)
     return [replace(report, notes=(*report.notes, *part, *map(str, small))) for report in reports]
 

@@ -324,8 +324,8 @@ def test_serving_steps_add_up() -> None:
     assert whole.price_per_million_tokens == pytest.approx(1000 / whole.tokens_per_s)
     assert decode.low_s < decode.latency_s < decode.high_s
     assert decode.latency_s > 0.9 * 16.06 / get_device("h200").bandwidth_gb_s  # two bytes of 8 billion parameters
-    (fits,) = predict_serving("llama-3.1-8b", ["t4", "h200"], SHIPPED, Serving())
-    assert fits.device == "h200" and "t4, which have 16 GB" in " ".join(fits.notes)
+    (fits,) = predict_serving("llama-3.1-8b", ["t4", "h200"], SHIPPED, Serving(), prices={"t4": 1.0})
+    assert fits.device == "h200" and "t4, which have 16 GB" in fits.notes[-1] and "price is given for h200" in fits.notes[-2]
     assert fits.memory_gb == pytest.approx(sum(fits.memory_parts_gb.values()))
     packed = [predict_serving("gpt-oss-20b", ["h200"], SHIPPED, Serving(dtype))[0].notes for dtype in ("bf16", "fp8")]
     assert ["gpt-oss-20b are published in mxfp4" in " ".join(notes) for notes in packed] == [True, False]

@@ -127,6 +127,8 @@ def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path, command:
     path, out, used, clock = tmp_path / "list.csv", tmp_path / "out", set(), library.wall_clock
     monkeypatch.setattr(library, "wall_clock", lambda f: used.add((torch.get_num_threads(), len(usable_cores()))) or clock(f))
     path.write_text("op,dtype,kernel,m,n,k\ngemm,float32,,64,64,64\ngemm,float32,linear,64,64,64\n")
+    command("finetune", "--tasks", "2", "--device", "epyc-7763@1", "--out", tmp_path / "few.csv")
+    assert "few.csv --device epyc-7763@1 --out DIR\n" in command.out
     command("measure", path, "--device", "this-cpu@1", "--out", out)
     assert 0 < load_operators(out)["seconds"][0] < 0.1 and used == {(1, 1)}, "on the cores of the share"
     assert set(load_operators(out)["kernel"]) == {"", "linear"}, "one has a bias"
