@@ -152,7 +152,7 @@ def add(parser: argparse._ActionsContainer, *keys: str, **changes: Any) -> None:
             del given["metavar"], given["type"]
         elif isinstance(default, int | float | str):
             given["type"] = given["type"] or type(default)
-            given["help"] += "" if "(default" in given["help"] else " (default: %(default)s)"
+            given["help"] += "" if "(default" in given["help"] or default == "" else " (default: %(default)s)"
         parser.add_argument(option.name or "--" + key.removesuffix("_s").replace("_", "-"), **given)
         hide(parser, *option.aliases, **given)
 

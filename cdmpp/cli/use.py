@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -187,6 +188,8 @@ def _latency_on(args: ui.Namespace, devices: Sequence[str], console: Console, er
     from cdmpp.endtoend.latency import runs_eagerly
     from cdmpp.program.llm import MODELS, is_config, model_name
 
+    if (config := Path(args.network) / "config.json").is_file():  # a folder of weights
+        args.network = str(config)
     listed = args.network.lower().endswith((".parquet", ".csv"))
     if listed or model_name(args.network) in MODELS or (args.network.endswith(".json") and is_config(args.network)):
         _check_options(args, "lists of operators" if listed else "language models")

@@ -435,7 +435,10 @@ def encode(
     seen = mechanism(table, device)
     names = table["framework"].to_numpy(dtype=str) if framework is None else np.full(len(table), framework)
     features, *groups = inputs
-    values = (table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str), names, _kernels(table, device))
+    op, dtype = table["op"].to_numpy(dtype=str), table["dtype"].to_numpy(dtype=str)
+    # only convolutions have labels in float16; of other operators libraries have the same kernels for both types of 16 bits
+    dtype = np.where((dtype == "float16") & (op != "conv"), "bfloat16", dtype)
+    values = (op, dtype, names, _kernels(table, device))
     flags = [own[:, None] == np.array(known, dtype=str) for own, known in zip(values, groups, strict=False)]
     numbers = seen.features[:, [MECHANISM_FEATURES.index(name) for name in features]]
     of_kind = kinds(table)

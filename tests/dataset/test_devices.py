@@ -51,9 +51,7 @@ def test_a_device_without_a_stored_specification_is_that_of_the_table(tmp_path: 
     # both datasets and the facts
     ([OWN, replace(OWN, clock_mhz=3000.0, l3_kb=1.0)], True, r"my-cpu@1 .*/a and in .*/b: clock_mhz 2600.0 / 3000.0$"),
 ])  # fmt: skip
-def test_devices_that_are_not_known_or_differ_are_refused(
-    tmp_path: Path, devices: list[Device], stored: bool, message: str
-) -> None:
+def test_devices_unknown_or_different_are_refused(tmp_path: Path, devices: list[Device], stored: bool, message: str) -> None:
     paths = [folder(tmp_path / name, device, stored=stored) for name, device in zip("ab", devices, strict=False)]
     with pytest.raises(DatasetError, match=message):
         _ = load_datasets(paths).devices

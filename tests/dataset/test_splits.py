@@ -46,9 +46,8 @@ def labelled(draw: st.DrawFn) -> Data:
     """A label table and the networks of its tasks, shared tasks and batch sizes included."""
     names = [f"net{i}{suffix}" for i in range(draw(st.integers(2, 8))) for suffix in ("", "@b4")]
     n_tasks = draw(st.integers(3, 25))
-    networks = {
-        f"t{i}": tuple(draw(st.lists(st.sampled_from(names), min_size=0, max_size=3, unique=True))) for i in range(n_tasks)
-    }
+    some = st.lists(st.sampled_from(names), min_size=0, max_size=3, unique=True)
+    networks = {f"t{i}": tuple(draw(some)) for i in range(n_tasks)}
     rows = []
     for name in networks:
         for number in range(draw(st.integers(1, 4))):

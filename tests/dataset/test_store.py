@@ -245,9 +245,7 @@ def test_what_json_and_tables_have_no_place_for_is_left_out_of_a_record(tmp_path
         (([task(1)], [space(1)], [program(1)], [replace(record(1), latency_s=-1.0)]), LabelError, "latency_s is -1"),
     ],
 )  # fmt: skip
-def test_nothing_is_referred_to_that_is_not_there(
-    tmp_path: Path, parts: tuple[Any, ...], error: type[Exception], message: str
-) -> None:
+def test_references_to_nothing_fail(tmp_path: Path, parts: tuple[Any, ...], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         write_dataset(tmp_path / "once", *parts)
     assert not (tmp_path / "once").exists()

@@ -204,14 +204,12 @@ def test_intervals_say_what_they_assume(trace: Path) -> None:
 def test_devices_are_ranked_by_latency_and_cost(trace: Path, tmp_path: Path) -> None:
     prices = tmp_path / "prices.yaml"
     prices.write_text("H200: 36\nt4: 0.36\n")
-    comparison = compare_devices(
-        trace, ["t4", "h200", "T4", "a100-pcie-40gb"], fixed(by_device=True), prices=read_prices(prices)
-    )
-    value = comparison.to_json()
+    found = compare_devices(trace, ["t4", "h200", "T4", "a100-pcie-40gb"], fixed(by_device=True), prices=read_prices(prices))
+    value = found.to_json()
     assert value["by_latency"] == ["h200", "a100-pcie-40gb", "t4"] and value["by_cost"] == ["t4", "h200"]
-    fastest = comparison.reports[0]
+    fastest = found.reports[0]
     assert fastest.cost_per_million == pytest.approx(1e6 * fastest.latency_s * 36 / 3600)
-    assert "no price is given for a100-pcie-40gb" in comparison.notes
+    assert "no price is given for a100-pcie-40gb" in found.notes
 
 
 def test_an_order_within_the_intervals_is_called_uncertain(trace: Path) -> None:

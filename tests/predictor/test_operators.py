@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from cdmpp.errors import NetworkError, PredictorError, ProgramError
 from cdmpp.predictor.measurements import candidates, choose, teach
 from cdmpp.predictor.mechanism import Constants, mechanism, pipe, without_unit
 from cdmpp.predictor.predictor import Predictor, predict
+from cdmpp.program.llm import MODELS
 from cdmpp.program.operators import attention, operator_table, work
 from tests.samples.command import Command
 
@@ -205,6 +207,7 @@ def test_the_nearest_measured_operator_and_how_far_it_is() -> None:
 def test_few_operators_teach_a_device_what_they_have_in_common(tmp_path: Path) -> None:
     device, here = get_device("h200"), labels({"h200": 1.0})
     own = here.assign(seconds=2.5 * SHIPPED.predict(here, device))
+    assert SHIPPED.predict(here.assign(dtype="float16"), device) == pytest.approx(own["seconds"] / 2.5), "the same kernels"
     chosen = choose(*SHIPPED.traits(own, device), 12)
     assert len(set(chosen)) == 12 and len(choose(*SHIPPED.traits(own, device), 99, "kmeans")) == len(own)
     model, fit = teach(SHIPPED, own.iloc[chosen], device)
@@ -378,6 +381,8 @@ def test_a_list_on_a_cpu_is_priced_by_its_operators(tmp_path: Path, command: Com
     assert len(found) == 2 and "--layers is -1" in command.error(*ask, "--layers", "-1")
     assert usual[0]["dtype"] == "bfloat16" and usual[1] == found[1] and usual[1]["notes"] == []
     assert narrow[1]["notes"][0].startswith("on CPUs only float32 was measured: bfloat16 can")
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
+    assert command.json("latency", tmp_path, "--device", "h200")["network"] == tmp_path.name
     table = operator_table([{"op": "gemm", "dtype": "float32", "m": 128, "n": 512, "k": 256}])
     for name, model in (("h200", SHIPPED), ("epyc-zen4-2.6ghz@1", load_operator_model(kind="cpu"))):
         assert took[name] == pytest.approx(2 * model.predict(table, name)[0])

@@ -60,9 +60,7 @@ def test_operators_are_measured_warm_and_cold_and_a_run_goes_on(tmp_path: Path) 
     assert table["noise"].max() >= 0.999 * (seconds["max"] / seconds["min"] - 1).max()
 
 
-def test_what_a_kernel_refuses_is_counted_and_other_devices_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_kernel_refuses_is_counted_and_other_devices_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(call: object, *rest: object) -> object:
         raise RuntimeError("no such kernel")
 

@@ -10,9 +10,7 @@ from typing import Any
 from cdmpp.program import import_tvm
 
 #: Name -> text, without the comments between programs.
-_TEXTS = dict(
-    re.findall(r"^# --- (\w+)\n((?:[^#\n].*\n)+)", Path(__file__).with_suffix(".tvmscript").read_text(), re.MULTILINE)
-)
+_TEXTS = dict(re.findall(r"^# --- (\w+)\n((?:[^#\n].*\n)+)", Path(__file__).with_suffix(".tvmscript").read_text(), re.M))
 MATMUL, CONV, CHAIN, GATE, PREDICATED, CUDA, GATHER, COLUMNS, WITHOUT_BLOCKS, INTEGERS = _TEXTS.values()
 
 

@@ -33,9 +33,7 @@ def context_and_candidates(on_zen3: None) -> tuple[Any, list[Any]]:
     return tuner.context, [c.measure for c in tuner.propose()]
 
 
-def test_scores_are_throughputs_of_predicted_seconds(
-    context_and_candidates: tuple[Any, list[Any]], trained: TrainResult
-) -> None:
+def test_scores_are_throughputs_of_predictions(context_and_candidates: tuple[Any, list[Any]], trained: TrainResult) -> None:
     context, candidates = context_and_candidates
     predictor = trained.predictor
     model = CostModel(predictor, make_device("slow", 1000.0))

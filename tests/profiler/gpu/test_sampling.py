@@ -37,11 +37,9 @@ class AtOnce(ThreadPoolExecutor):
         return future
 
 
-def measured(
-    gpu: FakeGpu, jobs: list[MeasureJob], overlap: bool = True, **config: Any
-) -> tuple[dict[str, Measured], list[Any]]:
+def measured(gpu: FakeGpu, jobs: list[MeasureJob], overlap: bool = True, **more: Any) -> tuple[dict[str, Measured], list[Any]]:
     sent: list[Any] = []
-    settings = GpuConfig(**{"plan": PLAN, **config})
+    settings = GpuConfig(**{"plan": PLAN, **more})
     sampler = Sampler(gpu, settings, sent.append, AtOnce() if overlap else None, lambda: gpu.now)
     for job in jobs:
         sampler.add(job)
