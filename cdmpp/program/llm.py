@@ -22,7 +22,7 @@ _SIZES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
 MODELS: dict[str, dict[str, Any]] = {
     name: {**dict(zip(_SIZES, sizes, strict=True)), **more}
     for name, sizes, more in (
-        ("llama-3.1-8b", ("llama", 4096, 14336, 32, 32, 8, 128256), {}),
+        ("llama-3.1-8b", ("llama", 4096, 14336, 32, 32, 8, 128256), dict[str, Any]()),
         ("llama-3.1-70b", ("llama", 8192, 28672, 80, 64, 8, 128256), {}),
         ("mistral-7b", ("mistral", 4096, 14336, 32, 32, 8, 32768), {}),
         ("qwen2.5-7b", ("qwen2", 3584, 18944, 28, 28, 4, 152064), {}),
