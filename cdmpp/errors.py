@@ -81,7 +81,8 @@ class PriceError(CdmppError):
 
 def reason(error: Exception) -> str:
     """The message of an error in one line; for an OSError without the path, which our own message already names."""
-    return getattr(error, "strerror", None) or " ".join(str(error).split())
+    missing = "no such file" * isinstance(error, FileNotFoundError)  # pyarrow's has nothing but the path
+    return getattr(error, "strerror", None) or missing or " ".join(str(error).split())
 
 
 @contextmanager

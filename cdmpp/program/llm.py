@@ -128,7 +128,8 @@ class Decoder:
         every rank gets whole heads and equal parts of the layers."""
         if not self.splits(tp):
             parts = f"{self.heads} heads, {self.kv_heads} heads of keys and {self.intermediate} columns"
-            raise NetworkError(f"{self.name}: {parts} cannot be split over {tp} ranks evenly")
+            ranks = ", ".join(str(n) for n in range(1, self.heads + 1) if self.splits(n))
+            raise NetworkError(f"{self.name}: {parts} cannot be split over {tp} ranks evenly; they can be over {ranks}")
         tokens, heads, kv_heads = batch * new, self.heads // tp, max(1, self.kv_heads // tp)
         in_16_bits = dtype if dtype == "float16" else "bfloat16"
         kv_dtype = in_16_bits if ELEMENT_BYTES[kv_dtype] == 2 else kv_dtype  # no conversion between two of 16 bits

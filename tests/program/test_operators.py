@@ -193,6 +193,6 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
     assert [(row["count"], row["pairs"]) for row in rows if row["op"] == "attention"] == [(12, 8002), (12, 256)]
     kept = [load_decoder("gpt-oss-20b").memory_bytes("fp8", "bfloat16", 2, n, 0)["KV cache"] for n in (128, 4096)]
     assert kept[1] - kept[0] == 2 * 12 * (4096 - 128) * 2 * 8 * 64 * 2  # of every second layer
-    with pytest.raises(NetworkError, match="32 heads, 8 heads of keys and 14336 columns cannot be split over 3"):
+    with pytest.raises(NetworkError, match=r"32 heads, 8 heads of keys and 14336 columns cannot be split over 3 .* 2, 4, 8"):
         known.step(1, 1, 0, "bfloat16", "bfloat16", 3)
     assert not is_config(tmp_path / "absent.json")
