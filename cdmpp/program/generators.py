@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from cdmpp.program import kernels, library_ops
 
 #: Key of the JSON that replaces a task's TIR.
 _KEY = "cdmpp_generator"  # `Task.prim_func` looks for it
+#: TVM keeps the tag of the operator that is being built in one place for all threads.
+_BUILDING = threading.Lock()
 
 _GENERATORS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -40,7 +43,8 @@ def build(name: str, arguments: Mapping[str, Any]) -> Any:
     if function is None:
         raise ProgramError(f"no generator {name!r}; this version has {', '.join(sorted(_GENERATORS))}")
     try:
-        return function(**arguments)
+        with _BUILDING:
+            return function(**arguments)
     except TypeError as err:
         raise ProgramError(f"generator {name} does not take {dict(arguments)}: {err}") from err
 
