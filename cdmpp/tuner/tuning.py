@@ -191,10 +191,22 @@ class _Tuning:
                     store.commit(tuner, candidate, untuned_s)
             keep(store.dataset, device, store.outcomes())
             store.close(done=True)
-        what = name, device.name, config.cost_model, config.seed, stopped
-        found = TaskResult.all_of(tasks, progress.states), progress.untuned_s, progress.latency_s
-        taken = progress.curve.gain(), progress.costs, progress.curve
-        return TuneReport(*what, *found, *taken, learned, shards=config.shards), store.database
+        report = TuneReport(
+            name,
+            device.name,
+            config.cost_model,
+            config.seed,
+            stopped,
+            TaskResult.all_of(tasks, progress.states),
+            progress.untuned_s,
+            progress.latency_s,
+            progress.curve.gain(),
+            progress.costs,
+            progress.curve,
+            learned,
+            shards=config.shards,
+        )
+        return report, store.database
 
 
 def _together(learned: Sequence[dict[str, Any]]) -> dict[str, Any]:
