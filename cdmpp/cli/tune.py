@@ -77,9 +77,16 @@ def _tune_at(device: str, out: Path, args: Namespace, console: Console, errors: 
         validity=None if args.validity == "none" else args.validity,
     )
     with Bar(errors, "trials") as bar:
-        watch: dict[str, Any] = {"progress": bar.tuning, "notify": bar.say}
-        given = {"resume": args.resume, "warm_start": args.warm_start, **watch}
-        report = tune(args.network, device=device, out=out, config=config, **given)
+        report = tune(
+            args.network,
+            device=device,
+            out=out,
+            config=config,
+            resume=args.resume,
+            warm_start=args.warm_start,
+            progress=bar.tuning,
+            notify=bar.say,
+        )
     title = f"{report.name} on {report.device}, cost model {report.cost_model}"
     show_table(console, title, COLUMNS, task_rows(report.tasks))
     for line in summary_lines(report):

@@ -95,9 +95,11 @@ def predict_operators(
     kind; ``dtype`` is of rows without one (None: bfloat16, on CPUs float32). Raises ProgramError, UnknownDeviceError or
     PredictorError if a row, a device or the framework is wrong."""
     known = [get_device(name) for name in devices]
-    dtypes = {d.kind: dtype_name(dtype or {"cpu": "float32"}.get(d.kind, "bfloat16")) for d in known}
-    of = {kind: (read_operators(path, own), model_of(kind), own) for kind, own in dtypes.items()}
-    return [_report(of[d.kind][0], d, of[d.kind][1], Path(path).stem, of[d.kind][2], framework) for d in known]
+    kinds = {device.kind for device in known}
+    dtypes = {kind: dtype_name(dtype or ("float32" if kind == "cpu" else "bfloat16")) for kind in kinds}
+    rows = {own: read_operators(path, own) for own in set(dtypes.values())}
+    models = {kind: model_of(kind) for kind in kinds}
+    return [_report(rows[dtypes[d.kind]], d, models[d.kind], Path(path).stem, dtypes[d.kind], framework) for d in known]
 
 
 def predict_serving(
