@@ -118,17 +118,13 @@ class Trainer:
         self._average = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
         self._state = TrainerState()
 
-    def fit(
-        self, checkpoint: Callable[[TrainerState], None] | None = None, progress: ProgressCallback | None = None
-    ) -> TrainerState:
-        """Train to the last epoch or until patience runs out. Each epoch ``checkpoint`` gets the state, ``progress`` a line."""
+    def fit(self, progress: ProgressCallback | None = None) -> TrainerState:
+        """Train to the last epoch or until patience runs out. ``progress`` is called after every epoch with its line."""
         config, state = self._config, self._state
         with torch_threads(config.threads):
             self._started = time.perf_counter()
             while state.epoch < config.epochs and state.epoch - state.best_epoch < config.patience:
                 line = self._run_epoch()
-                if checkpoint is not None:
-                    checkpoint(self.state())
                 if progress is not None:
                     progress(line)
                 if self._time_spent() >= 1:

@@ -70,7 +70,7 @@ def train(
     Raises PredictorError if ``out`` holds a run and ``resume`` is off, if that run has another configuration or other records,
     or if training diverged; DatasetError or SplitError if there are no records or the split cannot be made."""
     out = Path(out)
-    if not resume and any((out / name).exists() for name in (CHECKPOINT_FILE, HISTORY_FILE, "predictor")):
+    if not resume and any((out / name).exists() for name in (CHECKPOINT_FILE, HISTORY_FILE, "member1", "predictor")):
         raise PredictorError(f"{out} holds a training run: resume it, or choose another folder")
     with torchrun_processes(config.train.device, config.train.batch_size) as processes:
         with processes.first_alone():
@@ -152,9 +152,9 @@ def _train_network(
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         (out / "split.json").write_text(split.to_json(), encoding="utf-8")
-        final = trainer.fit(lambda state: save_checkpoint(checkpoint, state, run), recorder(out, history, progress))
+        final = trainer.fit(recorder(out, history, lambda: save_checkpoint(checkpoint, trainer.state(), run), progress))
     else:
-        final = trainer.fit(progress=history.append)
+        final = trainer.fit(history.append)
     return fitted, final, history
 
 
@@ -324,12 +324,16 @@ def as_data(config: Config, datasets: Any) -> TrainingData:
     return gather(config.data.paths if datasets is None else datasets, config.data)
 
 
-def recorder(out: Path, history: list[dict[str, Any]], progress: ProgressCallback | None) -> ProgressCallback:
-    """A callback for every epoch: it adds the line to ``history``, rewrites the history file, then calls ``progress``."""
+def recorder(
+    out: Path, history: list[dict[str, Any]], save: Callable[[], None], progress: ProgressCallback | None
+) -> ProgressCallback:
+    """A callback for every epoch: it adds the line to ``history``, rewrites the history file, then calls ``save`` for the
+    checkpoint, and ``progress``. Resuming drops a line without a checkpoint, but cannot make up a missing one."""
 
     def record(line: dict[str, Any]) -> None:
         history.append(line)
         write_text(out / HISTORY_FILE, "".join(json.dumps(known) + "\n" for known in history))
+        save()
         if progress is not None:
             progress(line)
 

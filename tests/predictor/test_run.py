@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -46,6 +47,16 @@ def test_a_run_is_not_overwritten(data, by_task, tmp_path):
     with pytest.raises(PredictorError, match="holds a training run"):
         train(by_task, data, tmp_path)
     # resuming a finished run gives it back
+    assert len(train(by_task, data, tmp_path, resume=True).history) == by_task.train.epochs
+    (tmp_path / "second" / "member1").mkdir(parents=True)  # of several networks, this one is trained first
+    with pytest.raises(PredictorError, match="holds a training run"):
+        train(by_task, data, tmp_path / "second")
+
+
+def test_a_run_killed_while_it_writes_resumes_with_every_epoch(data, by_task, tmp_path, monkeypatch):
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr("cdmpp.predictor.training.write_text", Mock(side_effect=KeyboardInterrupt))
+        train(by_task, data, tmp_path)
     assert len(train(by_task, data, tmp_path, resume=True).history) == by_task.train.epochs
 
 

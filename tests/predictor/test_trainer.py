@@ -66,12 +66,13 @@ def test_resuming_gives_the_result_of_an_unbroken_run(make_trainer, tmp_path, cu
         pass
 
     def kill(line):
+        save_checkpoint(path, killed.state(), "f")
         if line["epoch"] == cut:
             raise Killed
 
-    path = tmp_path / "c.safetensors"
+    path, killed = tmp_path / "c.safetensors", make_trainer(epochs=4, **options)
     with pytest.raises(Killed):
-        make_trainer(epochs=4, **options).fit(lambda state: save_checkpoint(path, state, "f"), kill)
+        killed.fit(kill)
     resumed, lines = make_trainer(epochs=4, **options), []
     resumed.restore(load_checkpoint(path, "f"))
     state = resumed.fit(progress=lines.append)
@@ -82,12 +83,11 @@ def test_resuming_gives_the_result_of_an_unbroken_run(make_trainer, tmp_path, cu
 
 
 def test_the_best_epoch_is_kept_not_the_last(make_trainer):
-    trainer, lines = make_trainer(epochs=6, learning_rate=0.05, ema_decay=0.0), []
-    snapshots = {}
-    trainer.fit(lambda state: snapshots.update({state.epoch: {k: v.clone() for k, v in state.weights.items()}}), lines.append)
-    best = min(lines, key=lambda line: line["valid_mape"])
-    assert lines[-1]["best_epoch"] == best["epoch"]
-    assert_same(trainer.state().best, snapshots[best["epoch"]])
+    trainer, epochs = make_trainer(epochs=6, learning_rate=0.05, ema_decay=0.0), []
+    trainer.fit(lambda line: epochs.append((line, {k: v.clone() for k, v in trainer.state().weights.items()})))
+    best, weights = min(epochs, key=lambda epoch: epoch[0]["valid_mape"])
+    assert epochs[-1][0]["best_epoch"] == best["epoch"]
+    assert_same(trainer.state().best, weights)
 
 
 def test_early_stopping(make_trainer):
@@ -117,7 +117,7 @@ def test_divergence_is_an_error(make_trainer):
 
 def test_a_checkpoint_of_another_run_or_damaged_is_refused(make_trainer, tmp_path):
     trainer, path = make_trainer(epochs=1), tmp_path / "c.safetensors"
-    trainer.fit(lambda state: save_checkpoint(path, state, "this run"))
+    trainer.fit(lambda line: save_checkpoint(path, trainer.state(), "this run"))
     with pytest.raises(PredictorError, match="another configuration"):
         load_checkpoint(path, "that run")
     path.write_bytes(path.read_bytes()[:1000])
