@@ -44,10 +44,11 @@ _OF_TASK, _PROGRAMS = 32, 3000
 
 class Fit(NamedTuple):
     """A correction, None if none helps; ``left``, the log(measured / predicted) that remains of m programs when their task is
-    left out, and their ``tasks``; the mean over tasks of their MAPE (``error``), and that without a correction (``before``)."""
+    left out, their ``rows`` and ``tasks``; the mean over tasks of their MAPE (``error``), and that without it (``before``)."""
 
     correction: Correction | None
     left: FloatArray
+    rows: NDArray[np.int64]
     tasks: NDArray[np.str_]
     error: float
     before: float
@@ -83,14 +84,14 @@ def fit_correction(
         if gained.mean() > max(sure * gained.std() / math.sqrt(len(names)), _LEAST_GAIN):
             best, of_task, left, shift, alpha = step, tried, without - centre, centre, inverse @ errors
     if not any(best):
-        return Fit(None, left, names[task], float(of_task.mean()), float(before.mean()))
+        return Fit(None, left, rows, names[task], float(of_task.mean()), float(before.mean()))
     constant = best[0] ** 2 * float(alpha.sum()) + shift
     weights = np.concatenate(
         [sd**2 * scale * (part.T @ alpha) for sd, scale, part in zip(best[1:], scales, centred, strict=True)]
     )
     shown = np.concatenate([part / scale for part, scale in zip(centred, scales, strict=True)], axis=1) @ weights
     correction = Correction(constant, np.concatenate(means), weights, float(shown.min()), float(shown.max()))
-    return Fit(correction, left, names[task], float(of_task.mean()), float(before.mean()))
+    return Fit(correction, left, rows, names[task], float(of_task.mean()), float(before.mean()))
 
 
 def _by_task(errors: FloatArray, task: NDArray[np.int64]) -> FloatArray:

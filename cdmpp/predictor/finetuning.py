@@ -169,7 +169,8 @@ def _tune(job: _Job, source: str = _IN_MEMORY) -> Predictor:
 
 
 def _fits(job: _Job) -> dict[str, Fit]:
-    """Corrections of the base predictor: from ASTs on all chosen records, from instruction counts on those that have them."""
+    """Corrections of the base predictor: from ASTs on all chosen records, from instruction counts on those that have them.
+    Errors that are left are divided by the difficulty of the prediction, as intervals are multiplied by it."""
     predictor, data, found = job.base, job.data, {}
     counted = job.shots[data.counted(job.shots)] if predictor.encoder.code_dim else job.shots[:0]
     for kind, rows in ((AST, job.shots), (COMPILED, counted)):
@@ -183,7 +184,8 @@ def _fits(job: _Job) -> dict[str, Fit]:
         # effects of size do not carry over to a network's largest matrix products, which nobody measured
         known = known * (kind == COMPILED)
         tasks = data.labels["task"].iloc[rows].tolist()
-        found[kind] = fit_correction(errors, tasks, known, seen, seed=job.selection.seed)
+        fit = fit_correction(errors, tasks, known, seen, seed=job.selection.seed)
+        found[kind] = fit._replace(left=fit.left / predictor.difficulty(pairs, arrays)[fit.rows])
     return found
 
 

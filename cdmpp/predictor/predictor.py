@@ -199,7 +199,12 @@ class Predictor:
         known = self.calibration if evidence.code is None else self.compiled_calibration
         if evidence.elsewhere is not None:
             known = self.measured_calibration
-        return known if known is None or device is None else known.for_device(self.device(device), self.specs)
+        if known is None or device is None:
+            return known
+        found = self.device(device)
+        # finetuning on a device makes it known if it learned a correction, which others of its kind do not get
+        taught = {found.name} & self.corrections.keys()
+        return known.for_device(found, {name: self.specs[name] for name in (*self.devices, *taught) if name in self.specs})
 
     def difficulty(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
         """Factor on the width of each pair's interval, 1 is usual, float64 (n,); ``arrays`` are the encoded pairs, if known."""

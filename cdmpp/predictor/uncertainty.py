@@ -198,7 +198,8 @@ class Calibration:
         return cls(unit, ScoreDistribution.fit(scores, units.tolist()), devices, difficulty, middle)
 
     def with_device(self, device: str, errors: ArrayLike, task: Iterable[str]) -> Calibration:
-        """With the scores of a device added or replaced, from log(measured / predicted), if it has :data:`MIN_UNITS` tasks."""
+        """With the scores of a device added or replaced, if it has :data:`MIN_UNITS` tasks. ``errors`` (n,) are log(measured /
+        predicted) over the difficulty of the prediction."""
         own = ScoreDistribution.fit(np.abs(np.asarray(errors, dtype=np.float64) - self.middle), list(task))
         return replace(self, devices={**self.devices, device: own}) if own.units >= MIN_UNITS else self
 

@@ -13,6 +13,7 @@ from cdmpp.predictor.data import split_data, subset
 from cdmpp.predictor.evidence import DevicePair, DeviceScaling
 from cdmpp.predictor.finetuning import choose_tasks
 from cdmpp.predictor.training import prepare, training_summary
+from cdmpp.predictor.uncertainty import UNSEEN, Calibration, ScoreDistribution
 from cdmpp.profiler.session import read_task_file
 from cdmpp.report.content import collect_report
 from tests.samples.training import changed, make_data
@@ -154,6 +155,18 @@ def test_named_tasks_and_all_tasks(small, base, caplog):
     for device, tasks, said in (("fast", ["t001"], "none of the 1 tasks named"), ("other", None, "no records of other")):
         with pytest.raises(PredictorError, match=said):
             choose_tasks(base, fewer, device, tasks)
+
+
+def test_intervals_are_of_errors_over_their_difficulty_and_wide_where_nothing_was_learned(small, base, monkeypatch):
+    monkeypatch.setattr("cdmpp.predictor.uncertainty.MIN_UNITS", 4)
+    data = replace(small, devices={**small.devices, "fast": replace(small.devices["fast"], arch="new")})
+    scores = ScoreDistribution.fit(np.linspace(0, 1, 50), range(50))
+    base = replace(base, calibration=Calibration("task", scores, {"slow": scores}))
+    nothing, taught = (few_shot(base, data, "fast", k)[0] for k in (1, 8))
+    assert nothing.calibration_of(device="fast").ends("fast", 0.5) == pytest.approx(UNSEEN * base.calibration.ends("slow", 0.5))
+    monkeypatch.setattr(Predictor, "difficulty", lambda self, pairs, arrays=None: np.full(len(pairs.asts), 2.0))
+    halved = few_shot(base, data, "fast", 8)[0].calibration.ends("fast", 0.5)
+    assert halved == pytest.approx(taught.calibration.ends("fast", 0.5) / 2)
 
 
 def test_few_shot_is_a_few_lines(small, base):

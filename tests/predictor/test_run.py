@@ -44,13 +44,12 @@ def test_a_run_folder_holds_everything(data, by_task, tmp_path):
 
 def test_a_run_is_not_overwritten(data, by_task, tmp_path):
     train(by_task, data, tmp_path)
-    with pytest.raises(PredictorError, match="holds a training run"):
-        train(by_task, data, tmp_path)
+    (tmp_path / "several" / "member1").mkdir(parents=True)  # of several networks, this one is trained first
+    for out in (tmp_path, tmp_path / "several"):
+        with pytest.raises(PredictorError, match="holds a training run"):
+            train(by_task, data, out)
     # resuming a finished run gives it back
     assert len(train(by_task, data, tmp_path, resume=True).history) == by_task.train.epochs
-    (tmp_path / "second" / "member1").mkdir(parents=True)  # of several networks, this one is trained first
-    with pytest.raises(PredictorError, match="holds a training run"):
-        train(by_task, data, tmp_path / "second")
 
 
 def test_a_run_killed_while_it_writes_resumes_with_every_epoch(data, by_task, tmp_path, monkeypatch):

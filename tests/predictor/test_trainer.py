@@ -62,16 +62,13 @@ def test_resuming_gives_the_result_of_an_unbroken_run(make_trainer, tmp_path, cu
     unbroken = []
     expected = make_trainer(epochs=4, **options).fit(progress=unbroken.append)
 
-    class Killed(Exception):
-        pass
-
     def kill(line):
         save_checkpoint(path, killed.state(), "f")
         if line["epoch"] == cut:
-            raise Killed
+            raise KeyboardInterrupt
 
     path, killed = tmp_path / "c.safetensors", make_trainer(epochs=4, **options)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         killed.fit(kill)
     resumed, lines = make_trainer(epochs=4, **options), []
     resumed.restore(load_checkpoint(path, "f"))
