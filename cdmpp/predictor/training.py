@@ -148,11 +148,20 @@ def _train_network(
         lines = (out / HISTORY_FILE).read_text(encoding="utf-8").splitlines()
         history = [json.loads(line) for line in lines[: trainer.state().epoch]]
     processes.check_same("records or runs", int(run[:12], 16) + trainer.state().step)
+
+    def record(line: dict[str, Any]) -> None:
+        history.append(line)
+        write_text(out / HISTORY_FILE, "".join(json.dumps(known) + "\n" for known in history))
+        # after the history: resuming drops a line without a checkpoint, but cannot make up a missing one
+        save_checkpoint(checkpoint, trainer.state(), run)
+        if progress is not None:
+            progress(line)
+
     if processes.rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         (out / "split.json").write_text(split.to_json(), encoding="utf-8")
-        final = trainer.fit(recorder(out, history, lambda: save_checkpoint(checkpoint, trainer.state(), run), progress))
+        final = trainer.fit(record)
     else:
         final = trainer.fit(history.append)
     return fitted, final, history
@@ -322,22 +331,6 @@ def as_data(config: Config, datasets: Any) -> TrainingData:
     if datasets is None and not config.data.paths:
         raise PredictorError("no data: give dataset folders, or data.paths in the configuration")
     return gather(config.data.paths if datasets is None else datasets, config.data)
-
-
-def recorder(
-    out: Path, history: list[dict[str, Any]], save: Callable[[], None], progress: ProgressCallback | None
-) -> ProgressCallback:
-    """A callback for every epoch: it adds the line to ``history``, rewrites the history file, then calls ``save`` for the
-    checkpoint, and ``progress``. Resuming drops a line without a checkpoint, but cannot make up a missing one."""
-
-    def record(line: dict[str, Any]) -> None:
-        history.append(line)
-        write_text(out / HISTORY_FILE, "".join(json.dumps(known) + "\n" for known in history))
-        save()
-        if progress is not None:
-            progress(line)
-
-    return record
 
 
 def fingerprint(config: Config, named: list[Any], data: TrainingData, arrays: Sequence[NDArray[Any]]) -> str:

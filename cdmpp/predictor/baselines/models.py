@@ -70,13 +70,12 @@ class TrainedModel(LatencyModel):
 
 
 class CdmppModel(TrainedModel):
-    """Trains a :class:`~cdmpp.predictor.predictor.Predictor`, or wraps one; several networks train without ``max_seconds``."""
+    """Trains a :class:`~cdmpp.predictor.predictor.Predictor`; several networks train without ``max_seconds``."""
 
-    def __init__(
-        self, config: Config | None = None, *, predictor: Predictor | None = None, name: str = "cdmpp", **more: Any
-    ) -> None:
+    name = "cdmpp"
+
+    def __init__(self, config: Config | None = None, **more: Any) -> None:
         super().__init__(config or Config(), **more)
-        self.name, self.predictor_ = name, predictor
 
     def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
         return LatencyNetwork(self._config.model, *train.widths)
@@ -111,25 +110,21 @@ class TaskMedian(LatencyModel):
 
 
 class RooflineModel(LatencyModel):
-    """A reference latency (``"roofline"`` or ``"estimate"`` of :mod:`cdmpp.predictor.pair_features`). If ``scaled``, it is
-    multiplied by the device's median of measured over reference latency in training (of all devices if not in training)."""
+    """A reference latency (``"roofline"`` or ``"estimate"`` of :mod:`cdmpp.predictor.pair_features`), multiplied by the
+    device's median of measured over reference latency in training (of all devices if not in training)."""
 
-    def __init__(self, reference: str = "roofline", scaled: bool = True) -> None:
+    def __init__(self, reference: str = "roofline") -> None:
         self.name = reference
-        self._reference, self._scaled = reference, scaled
 
     def fit(self, data: TrainingData, split: Split) -> None:
         table = data.labels.iloc[np.asarray(split.train)]
-        logs = np.log(table["latency_s"] / data.reference_s(self._reference, np.asarray(split.train)))
+        logs = np.log(table["latency_s"] / data.reference_s(self.name, np.asarray(split.train)))
         self.overall_ = float(logs.median())
         self.device_ = logs.groupby(table["device"].astype(str)).median().to_dict()
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        reference = data.reference_s(self._reference, rows)
-        if not self._scaled:
-            return reference
         devices = data.labels["device"].iloc[rows]
-        return reference * np.exp([self.device_.get(name, self.overall_) for name in devices])
+        return data.reference_s(self.name, rows) * np.exp([self.device_.get(name, self.overall_) for name in devices])
 
 
 def evaluate_models(
@@ -138,7 +133,6 @@ def evaluate_models(
     """Fit every model to the training part and score it on the test part: model name -> ``{"overall": ..., "groups":
     ..., "fit_s": float, "predict_s": float}``, groups as in :meth:`TrainingData.members`. If the split has no validation
     part (as in few-shot training), a tenth of the training programs is held out for early stopping."""
-    rows = np.asarray(split.test, dtype=np.int64)
     if not len(split.valid):
         split = _with_validation(data, split)
     results: dict[str, dict[str, Any]] = {}
@@ -146,16 +140,15 @@ def evaluate_models(
         started = time.perf_counter()
         model.fit(data, split)
         fitted = time.perf_counter()
-        predicted_s = model.predict(data, rows)
+        predicted_s = model.predict(data, split.test)
         done = time.perf_counter()
         timing = {"fit_s": round(fitted - started, 3), "predict_s": round(done - fitted, 3)}
-        results[model.name] = {**score(data, rows, predicted_s, by), **timing}
+        results[model.name] = {**score(data, split.test, predicted_s, by), **timing}
     return results
 
 
 def _with_validation(data: TrainingData, split: Split) -> Split:
-    train = np.asarray(split.train, dtype=np.int64)
-    programs = data.labels["program"].iloc[train]
+    programs = data.labels["program"].iloc[split.train]
     names = ordered(set(programs), split.seed, "stop")
     held = programs.isin(names[: max(1, round(STOP_FRACTION * len(names)))]).to_numpy()
-    return replace(split, train=train[~held], valid=train[held])
+    return replace(split, train=split.train[~held], valid=split.train[held])

@@ -175,7 +175,6 @@ class CdmppReleased(NetworkModel):
     stops early. The two embeddings are concatenated, as in the paper's figure; the released code adds them."""
 
     name = "released"
-    label = "box-cox"
 
     def __init__(
         self,
