@@ -10,9 +10,10 @@
     may be used without their labels and are not tested. ``others`` (0) concerns tasks of no network, such as operators
     measured alone: this fraction of them is tested, and as many are in valid.
 ``by_device``
-    Tests on devices that appear nowhere in training. Training may have the same programs, measured on other devices: the
-    question is new devices. ``heldout`` are names or aliases (default: one is chosen); ``tasks`` are hashes of tasks whose
-    labels on these devices train (few-shot); ``valid`` is a fraction of the training devices' tasks (0.1), ``adapt`` as above.
+    Tests on devices that appear nowhere in training. Training may have the same programs, measured on other devices, also on
+    other numbers of cores of the same CPU unless they are held out too. ``heldout`` are names or aliases (default: one is
+    chosen); ``tasks`` are hashes of tasks whose labels on these devices train (few-shot); ``valid`` is a fraction of the
+    training devices' tasks (0.1), ``adapt`` as above.
 ``by_task``
     Tests on tasks that appear nowhere in training; ``test`` (0.2) and ``valid`` (0.1) are fractions of the tasks.
 ``within_task``
@@ -98,7 +99,7 @@ class Split:
 
         ``by_network`` needs `networks`, and uses `families` (network -> family) to choose networks. SplitError if the text is
         malformed, no given name has a label (if only some have none: a warning), or train or test would be empty."""
-        kind, options = _read_spec(spec)
+        kind, options = read_spec(spec)
         if not len(labels):
             raise SplitError("there are no labels to split")
         if kind == "by_device":
@@ -291,8 +292,7 @@ def _choose_networks(
     every: Sequence[str], members: Mapping[str, set[str]], number: int | None, seed: int, families: Mapping[str, str]
 ) -> list[str]:
     """Networks to hold out, preferably of different families and with few tasks, never with more than half of the tasks."""
-    few = max(1, len(every) // 3)
-    wanted = number if number is not None else DEFAULT_HELD_OUT_NETWORKS if len(every) >= 6 else few
+    wanted = number if number is not None else DEFAULT_HELD_OUT_NETWORKS if len(every) >= 6 else max(1, len(every) // 3)
     if wanted < 1 or len(every) <= wanted:
         raise SplitError(f"by_network cannot hold out {wanted} of {len(every)} networks; by_task splits one network")
     family = {architecture(name): kind for name, kind in families.items()}
@@ -375,7 +375,7 @@ def _architectures(networks: TaskNetworks, task: str) -> set[str]:
     return {architecture(name) for name in getattr(value, "networks", value)}
 
 
-def _read_spec(spec: str) -> tuple[str, dict[str, Any]]:
+def read_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """The kind of a split, and arguments for the function that makes it (SplitError if the text is malformed)."""
     kind, _, rest = (part.strip() for part in spec.partition(":"))
     if kind not in KINDS:

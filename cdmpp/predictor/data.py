@@ -37,6 +37,9 @@ AST_FILE = "asts.parquet"
 #: Programs that are rebuilt and processed at once, and new programs after which results are written, which can take minutes.
 _CHUNK, _WRITE_EVERY = 128, 2048
 
+#: What records can be grouped by.
+GROUPINGS = ("device", "task", "network", "family", "origin")
+
 #: Progress callback, called with ``done, total`` while ASTs are computed.
 CountCallback = Callable[[int, int], None]
 
@@ -139,7 +142,7 @@ class TrainingData:
                 tuple(sorted({self.families[n] for n in self.networks.get(task, ()) if n in self.families}))
                 for task in table["task"]
             ]
-        raise PredictorError(f"cannot group by '{grouping}' (known: device, task, network, family, origin)")
+        raise PredictorError(f"cannot group by '{grouping}' (known: {', '.join(GROUPINGS)})")
 
 
 def warn_of_missing_counts(coverage: Mapping[str, tuple[int, int]]) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cdmpp.dataset import DatasetView, Split, noise_floor_mape
+from cdmpp.dataset.split import read_spec
 from cdmpp.device import DEVICE_FEATURES, Device, device_features
 from cdmpp.errors import PredictorError
 from cdmpp.files import write_text
@@ -161,9 +162,7 @@ def _train_network(
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         (out / "split.json").write_text(split.to_json(), encoding="utf-8")
-        final = trainer.fit(record)
-    else:
-        final = trainer.fit(history.append)
+    final = trainer.fit(record if processes.rank == 0 else history.append)
     return fitted, final, history
 
 
@@ -326,6 +325,7 @@ def training_summary(config: Config, data: TrainingData, split: Split, state: Tr
 
 def as_data(config: Config, datasets: Any) -> TrainingData:
     """Data as given, or gathered from dataset folders (None: ``config.data.paths``)."""
+    read_spec(config.split.spec)  # a malformed one is refused before gigabytes are read
     if isinstance(datasets, TrainingData):
         return datasets
     if datasets is None and not config.data.paths:

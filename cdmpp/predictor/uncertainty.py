@@ -349,18 +349,13 @@ class Familiarity:
 
     @classmethod
     def fit(
-        cls,
-        encoder: FeatureEncoder,
-        data: TrainingData,
-        train_rows: NDArray[np.int64],
-        valid_rows: NDArray[np.int64],
-        seed: int = 0,
+        cls, encoder: FeatureEncoder, data: TrainingData, train_rows: NDArray[np.int64], valid_rows: NDArray[np.int64]
     ) -> Familiarity:
         """Cluster the training pairs and set the threshold on the validation pairs; both are rows of ``data.labels``, at least
         one each. The encoder must have been fitted on the training part."""
         from sklearn.cluster import KMeans
 
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         vectors, described = data.device_vectors(), []
         for rows in (train_rows, valid_rows):
             drawn = rows if len(rows) <= _MAX_PAIRS else np.sort(rng.choice(rows, _MAX_PAIRS, replace=False))
@@ -369,7 +364,7 @@ class Familiarity:
             described.append(describe_pairs(encoder, asts, np.stack(devices)))
         train, valid = described
         number = min(MAX_CENTRES, max(1, _MAX_NUMBERS // train.shape[1]), len(np.unique(train, axis=0)))
-        clusters = KMeans(number, n_init=1, max_iter=25, random_state=seed).fit(train)
+        clusters = KMeans(number, n_init=1, max_iter=25, random_state=0).fit(train)
         centres = np.asarray(clusters.cluster_centers_, dtype=np.float32)
         return cls(centres, float(np.quantile(_distance_to_nearest(valid, centres), FAMILIAR_QUANTILE)))
 

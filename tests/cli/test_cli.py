@@ -114,7 +114,7 @@ def test_report_is_one_file(tmp_path: Path, predictor: Path, command: Command) -
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, predictor: Path, command: Command, monkeypatch) -> None:
     for name, content in (("not.onnx", "not a network"), ("not.json", "{}")):
         (tmp_path / name).write_text(content)
-    predict = f"predict --predictor {predictor} --device"
+    predict, evaluate = f"predict --predictor {predictor} --device", f"evaluate --predictor {predictor}"
     for line, said in (
         (f"{predict} h201 mlp", "h200"),
         (f"{predict} this-cpu@1 resnet19", "resnet18"),
@@ -122,6 +122,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, predictor: Path, 
         *((f"{predict} this-cpu@1 {tmp_path}/{name}", name) for name in ("not.onnx", "not.json")),
         (f"dataset {tmp_path}/missing", "missing"),
         (f"evaluate --predictor {tmp_path} --data {tmp_path}", "no predictor"),
+        (f"{evaluate} --data {tmp_path} --by maker", "cannot group by"),  # before data are read, of which there are none
+        *((f"{verb} --data {tmp_path} --split by_maker", "no split") for verb in (evaluate, f"train --out {tmp_path}/x")),
         (f"profile --out {tmp_path}/x", "not both"),
     ):
         assert said in command.error(*line.split())
