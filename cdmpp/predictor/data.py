@@ -164,9 +164,10 @@ def gather(
     view = datasets if isinstance(datasets, DatasetView) else load_datasets(datasets)
     config = config or DataConfig()
     labels = view.labels(list(config.devices) if config.devices is not None else None)
-    labels = labels.reset_index(drop=True)
     if labels.empty:
         raise DatasetError("no ok record is left after the choice of devices")
+    if absent := set(config.devices or ()) - set(labels["device"]):
+        logger.warning("no label is of device %s", ", ".join(sorted(absent)))
     if not disturbed and labels["disturbed"].any():
         logger.warning("%d labels left out: the core was disturbed", int(labels["disturbed"].sum()))
         labels = labels[~labels["disturbed"]].reset_index(drop=True)

@@ -88,8 +88,8 @@ def test_a_damaged_or_outdated_ast_file_is_made_again(folder, data, tmp_path, ca
     assert len(gather(copy).asts) == len(data.asts)
 
 
-def test_choice_of_devices_and_groups_of_shared_tasks(folder, data):
-    assert len(gather(folder, DataConfig(devices=("h200",)))) == 33
+def test_choice_of_devices_and_groups_of_shared_tasks(folder, data, caplog):
+    assert len(gather(folder, DataConfig(devices=("h200", "h201")))) == 33 and "no label is of device h201" in caplog.text
     with pytest.raises(DatasetError, match="no ok record is left"):
         gather(folder, DataConfig(devices=("v100-sxm2",)))
     assert set(data.members("network")) == {("one", "two"), ("two",), ("three",)}
