@@ -76,15 +76,15 @@ def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
     blocks = [[line.partition(":") for line in b.split("\n")] for b in _text(root / "proc/cpuinfo").split("\n\n")]
     cpus = [{key.strip(): value.strip() for key, _, value in block} for block in blocks]
     cpus = [cpu for cpu in cpus if "processor" in cpu] or [{}]
-    first = cpus[0]
     allowed = {str(n) for n in os.sched_getaffinity(0)} if root == Path("/") else {c.get("processor", "") for c in cpus}
     here = [cpu for cpu in cpus if cpu.get("processor") in allowed] or cpus
+    first = here[0]  # where cores differ, those that this process may use count
     cores = {(cpu.get("physical id", "0"), cpu.get("core id", cpu.get("processor", "0"))) for cpu in here}
-    caches = _caches(root / "sys/devices/system/cpu/cpu0/cache")
     mem_kb = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
-    cpu0 = root / "sys/devices/system/cpu/cpu0"
-    base_khz = _number(_text(cpu0 / "cpufreq/base_frequency"))  # intel_pstate
-    max_khz = _number(_text(cpu0 / "cpufreq/cpuinfo_max_freq"))
+    folder = root / f"sys/devices/system/cpu/cpu{first.get('processor', 0)}"
+    caches = _caches(folder / "cache")
+    base_khz = _number(_text(folder / "cpufreq/base_frequency"))  # intel_pstate
+    max_khz = _number(_text(folder / "cpufreq/cpuinfo_max_freq"))
     return CpuFacts(
         machine=machine or _text(root / "proc/sys/kernel/arch").strip() or platform.machine(),
         vendor_id=first.get("vendor_id", ""),
@@ -95,7 +95,7 @@ def read_cpu_facts(root: Path | None = None, machine: str = "") -> CpuFacts:
         arm_implementer=_int(first.get("CPU implementer")),
         arm_part=_int(first.get("CPU part")),
         flags=frozenset((first.get("flags") or first.get("Features") or "").split()),
-        base_mhz=base_khz / 1000 if base_khz else _number(_text(cpu0 / "acpi_cppc/nominal_freq")),
+        base_mhz=base_khz / 1000 if base_khz else _number(_text(folder / "acpi_cppc/nominal_freq")),
         current_mhz=_number(first.get("cpu MHz", "")),
         max_mhz=max_khz / 1000 if max_khz else None,
         cores=len(cores),
@@ -124,9 +124,10 @@ def detect_cpu(root: Path | None = None, machine: str = "") -> Device:
     brand = next((brand for brand in _BRANDS if re.search(rf"(?<!-)\b{brand}\b", model)), "")
     name = "-".join(part for part in (brand, arch) if part and part != vendor) or "cpu"
     x86 = facts.machine in ("x86_64", "AMD64")
-    bits = 512 if "avx512f" in facts.flags else 256 if "avx" in facts.flags else 128
-    simd_bits, fma = (bits, "fma" in facts.flags) if x86 else _arm_simd(arch, facts.flags)
     mcpu = _usable_mcpu(arch, wanted, facts.flags) if x86 else wanted
+    bits = 512 if "avx512f" in facts.flags else 256 if "avx" in facts.flags else 128
+    # code for a level uses no wider vectors, even if the flags have some
+    simd_bits, fma = ISAS.get(mcpu, (bits, "fma" in facts.flags)) if x86 else _arm_simd(arch, facts.flags)
     hidden = f"-{mcpu}" if wanted and mcpu != wanted else ""
     return Device(
         name=f"{name}{clock}{hidden}",
@@ -173,9 +174,10 @@ def _zen(family: int, model: int) -> str:
     if family in (0x17, 0x18):
         return "zen1" if model < 0x30 else "zen2"
     if family == 0x19:
-        late = 0x10 <= model <= 0x1F or 0x60 <= model <= 0x7F or 0xA0 <= model <= 0xAF
-        return "zen4" if late else "zen3"
-    return "zen5" if family == 0x1A else ""
+        return "zen4" if 0x10 <= model <= 0x1F or model >= 0x60 else "zen3"
+    if family != 0x1A or 0x50 <= model <= 0x5F or model >= 0x80:  # from Zen 6 on
+        return ""
+    return "zen5-mobile" if 0x20 <= model <= 0x2F or 0x60 <= model <= 0x6F else "zen5"
 
 
 def _llvm_name(arch: str) -> str:
@@ -212,7 +214,7 @@ def _nominal_mhz(facts: CpuFacts) -> float | None:
 
 
 def _caches(folder: Path) -> dict[str, float]:
-    """Level -> KiB of the data or unified cache that core 0 sees."""
+    """Level -> KiB of the data or unified cache that a core sees."""
     sizes: dict[str, float] = {}
     for index in sorted(folder.glob("index*")):
         size = re.fullmatch(r"(\d+)([KM]?)", _text(index / "size").strip())

@@ -73,8 +73,9 @@ def test_facts_of_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lanes"),
     # Zen 4: 512-bit instructions on 256-bit data paths, one a cycle, or 256-bit ones, two; Zen 1: 256-bit ones on 128
-    [("zen5-vm", 32), ("zen4-vm", 16), ("zen4-masked", 16), ("hygon", 8), ("zen3-vm", 16), ("cascadelake-vm", 32)],
-)
+    [("zen5-vm", 32), ("zen5-mobile", 16), ("zen6-masked", 16), ("zen4-vm", 16), ("zen4-masked", 16), ("hygon", 8),
+     ("zen3-vm", 16), ("cascadelake-vm", 32)],
+)  # fmt: skip
 def test_peak_of_cores_with_narrow_data_paths(tmp_path: Path, name: str, lanes: int) -> None:
     row = row_of(tmp_path, name)
     device = row.used(1)
