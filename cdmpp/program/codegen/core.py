@@ -195,6 +195,7 @@ class Core:
         found = self._find(name, kinds)
         if found is None:
             self.missing.add(" ".join((name, *kinds)))
+            logger.info("%s has no row for %s: it counts as an addition", self.name, " ".join((name, *kinds)))
             wide = next((kind for kind in kinds if kind in "zyx"), None)
             found = self._rows["add r r" if wide is None else f"vpaddd {wide} {wide} {wide}"]
         if "m" in kinds and found.micro_ops > 1 and self._facts["fuses"]:
