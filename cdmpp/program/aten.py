@@ -219,7 +219,8 @@ def _product(node: Any) -> dict[str, Any]:
 
 def _conv(node: Any) -> dict[str, Any]:
     """A convolution with any number of dimensions: all but the last are folded into the height."""
-    x, w, out = _value(node.args[0]).shape, _value(node.args[1]).shape, _value(node).shape
+    w = _value(node.args[1]).shape
+    x, out = _images(node.args[0], len(w)), _images(node, len(w))
     transposed = "transpose" in str(node.target)
     at = {a.name: i for i, a in enumerate(node.target._schema.arguments)}
 
@@ -256,8 +257,15 @@ def _rows(op: str, dims: Callable[[Any], int]) -> Callable[[Any], dict[str, Any]
     return rule
 
 
+def _images(node: Any, dims: int) -> tuple[int, ...]:
+    """Shape of a batch of images; PyTorch takes a single image without the batch, too."""
+    shape = tuple(_tensors(node)[0].shape)
+    return (1,) * (dims - len(shape)) + shape
+
+
 def _pool(node: Any) -> dict[str, Any]:
-    x, out = _value(node.args[0]).shape, _tensors(node)[0].shape
+    dims = int(str(node.target).partition("_pool")[2][0]) + 2
+    x, out = _images(node.args[0], dims), _images(node, dims)
     window = [node.args[1]] if isinstance(node.args[1], int) else list(node.args[1])
     window = window * (len(x) - 2 if len(window) == 1 else 1)
     return {

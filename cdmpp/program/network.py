@@ -78,6 +78,8 @@ class Network:
     @staticmethod
     def from_torch(module: nn.Module, args: Sequence[Any], name: str = "network") -> Network:
         """A network from a torch module and example inputs (tensors), which fix the shapes."""
+        if others := {type(arg).__name__ for arg in args if not hasattr(arg, "shape")}:
+            raise NetworkError(f"{name}: an input is a {others.pop()}, expected tensors; a .pt2 file may have others, too")
         inputs = tuple(
             TensorSpec(f"x{index}", tuple(arg.shape), str(arg.dtype).removeprefix("torch.")) for index, arg in enumerate(args)
         )
@@ -135,9 +137,13 @@ def load_network(spec: Network | str | Path, shapes: Mapping[str, Sequence[int]]
     def exporter(network: Network) -> Any:
         if all(0 not in item.shape for item in _exported_inputs(exported)):
             return exported
-        module = exported.module()
+        import torch
+        from torch.utils._pytree import tree_map_only
+
+        module, tensors = exported.module(), iter(example_inputs(network))
         module.eval = module.train = lambda *mode: module  # an exported module refuses both
-        return _export(name, module, example_inputs(network))
+        given = exported.example_inputs or [example_inputs(network)]
+        return _export(name, module, *tree_map_only(torch.Tensor, lambda _: next(tensors), given))
 
     def importer() -> Any:
         return _import_exported(name, exported, inputs, batch or 1)
@@ -190,14 +196,14 @@ def _drawn(name: str, number: int) -> Network:
 # -- torch -----------------------------------------------------------------------------------------------------
 
 
-def _export(name: str, module: nn.Module, args: Sequence[Any]) -> Any:
+def _export(name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
     """``torch.export`` of a module in evaluation mode with example inputs."""
     import torch
 
     was_training = module.training
     try:
         with torch.no_grad(), _quiet():
-            return torch.export.export(module.eval(), tuple(args))
+            return torch.export.export(module.eval(), tuple(args), kwargs)
     except Exception as err:  # torch.export runs the user's code
         raise NetworkError(f"{name}: torch.export failed: {_first_line(err)}") from err
     finally:
@@ -245,7 +251,9 @@ def _import_exported(name: str, exported: Any, inputs: Sequence[TensorSpec] = ()
         given = shapes.get(str(param.name))
         for axis, extent in enumerate(getattr(param.ty, "shape", None) or ()):
             if isinstance(extent, tvm.tirx.Var):
-                bound.setdefault(str(extent.name), batch if given is None else given[axis])
+                wanted = batch if given is None else given[axis]
+                if bound.setdefault(str(extent.name), wanted) != wanted:
+                    raise NetworkError(f"{name}: input {param.name} has {wanted} where another has {bound[str(extent.name)]}")
             elif not isinstance(extent, tvm.tirx.IntImm):
                 raise NetworkError(f"{name}: input {param.name} has the computed extent {extent}")
     return tvm.relax.transform.BindSymbolicVars(bound, "main")(module) if bound else module
@@ -587,10 +595,10 @@ def extract_tasks(networks: Iterable[Network | str], target: Any = None, progres
         seen[network.name] = network
         with quiet():
             fused = fuse(network.to_relax(), target)
-        if fused.untranslated:
-            names = ", ".join(sorted(set(fused.untranslated)))
-            logger.warning("%s: no task stands for %s, which TVM does not translate to TIR", network.name, names)
-        for task in tasks_of(fused, network.name).values():
+        found = tasks_of(fused, network.name)
+        if names := ", ".join(sorted({*fused.untranslated, *fused.calls} - found.keys())):
+            logger.warning("%s: no task stands for %s, which TVM does not translate or schedule", network.name, names)
+        for task in found.values():
             known = tasks.get(task.hash, task)
             tasks[task.hash] = replace(known, networks={**known.networks, **task.networks})
     return list(tasks.values())

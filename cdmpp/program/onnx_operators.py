@@ -58,7 +58,8 @@ def _inferred(model: Any, fixed: Mapping[str, Sequence[int]]) -> tuple[dict[str,
 
     light = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     light.graph.name = "light"  # without its weights, as shapes are inferred several times
-    sizes = [w for w in model.graph.initializer if w.data_type == onnx.TensorProto.INT64 and len(w.dims) < 2]
+    numbers = (onnx.TensorProto.INT64, onnx.TensorProto.FLOAT)  # sizes, and the scales of Resize
+    sizes = [w for w in model.graph.initializer if w.data_type in numbers and len(w.dims) < 2]
     constants = {w.name: onnx.numpy_helper.to_array(w) for w in sizes}
     known = {i.name: (tuple(fixed[i.name]), i.type.tensor_type.elem_type) for i in model.graph.input if i.name in fixed}
     known |= {w.name: (tuple(w.dims), w.data_type) for w in model.graph.initializer}
@@ -70,6 +71,9 @@ def _inferred(model: Any, fixed: Mapping[str, Sequence[int]]) -> tuple[dict[str,
         before = len(left)
         del light.graph.node[:]
         light.graph.node.extend(left)
+        for node in light.graph.node:
+            if node.op_type == "GroupNormalization":  # whose shape ONNX does not infer
+                node.op_type = "InstanceNormalization"
         for value in onnx.shape_inference.infer_shapes(light, data_prop=True).graph.value_info:
             dims = value.type.tensor_type.shape.dim
             if value.type.tensor_type.HasField("shape") and all(dim.HasField("dim_value") for dim in dims):
@@ -111,6 +115,8 @@ def _meant(kind: str, inputs: list[Any], given: Mapping[str, Any]) -> tuple[str,
     if kind in ("LayerNormalization", "RMSNormalization"):
         name = "layer_norm" if kind[0] == "L" else "rms_norm"
         return name, (first, list(first.meta["val"].shape[given.get("axis", -1) :]), *present[1:])
+    if kind == "GroupNormalization":
+        return "group_norm", (first, given["num_groups"], *present[1:])
     if kind == "Gather":
         table = first.op == "placeholder" and dims == 0 and given.get("axis", 0) == 0
         return ("embedding" if table else "index_select"), present

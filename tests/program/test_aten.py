@@ -48,6 +48,7 @@ CASES: list[tuple[Any, list[tuple[int, ...]], Any, dict[str, float]]] = [
      "dilation": 2}),
     (nn.ConvTranspose2d(6, 4, 4, 2, 1), [(1, 6, 8, 8)], None, {"op": "conv", "in_channels": 4, "out_channels": 6, "height": 16,
      "out_h": 8, "stride": 4, "backward": 1}),
+    (nn.Conv2d(3, 4, 3), [(3, 8, 9)], None, {"batch": 1, "in_channels": 3, "height": 8, "out_h": 6}),  # a single image
     (nn.LSTM(10, 20, 2, bidirectional=True, batch_first=True), [(3, 7, 10)], lambda self, x: self.inner(x)[0],
      {"op": "lstm", "m": 3, "n": 20, "k": (2 * 10 + 2 * 40) / 4, "batch": 4, "tokens": 7}),
     (nn.GroupNorm(2, 8), [(2, 8, 5, 5)], None, {"op": "layernorm", "m": 4, "n": 100}),
@@ -97,6 +98,17 @@ def test_an_onnx_recurrent_layer_has_the_sizes_of_both_directions(layer, tmp_pat
     row, expected = (t[t["op"] == layer.__name__.lower()].reset_index(drop=True) for t in (found, own))
     pd.testing.assert_frame_equal(row, expected, check_like=True)
     assert len(row) == 1
+
+
+def test_files_with_inputs_by_name_groups_that_are_normalised_and_scales(tmp_path) -> None:
+    net, shapes = Function(lambda _, x: x["a"] + 1), (({"a": {0: torch.export.Dim("n")}},),)
+    torch.export.save(torch.export.export(net, ({"a": torch.ones(2, 4)},), dynamic_shapes=shapes), tmp_path / "m.pt2")
+    assert [call.sizes["n"] for call in calls_of(load_network(f"{tmp_path}/m.pt2@b3").export())] == [12]
+    graph = "g (float[1,4,3,3] x) => (float y) <float[4] a = {1,1,1,1}, float[4] s = {1,1,2,2}> "
+    graph += "{z = GroupNormalization<num_groups = 2>(x, a, a) y = Resize(z, , s)}"
+    model = pytest.importorskip("onnx.parser").parse_model('<ir_version: 10, opset_import: ["": 21]> ' + graph)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    assert [call.sizes["n"] for call in calls_of(load_network(tmp_path / "m.onnx").operators())] == [18, 36]
 
 
 def test_work_of_a_transposed_convolution_and_of_a_cell() -> None:
