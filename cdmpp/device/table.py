@@ -323,9 +323,9 @@ class DeviceTable:
         named: Mapping[str, set[str]] = self._forms.get(short, {})
         known = {row for rows in named.values() for row in rows}
         fits = {row for row in known if gb is None or abs(gb / (self._rows[row].mem_gb or gb) - 1) < _SAME_MEMORY}
-        found = fits & named[form] if form and form in named else fits
+        found = fits & named.get(form, set()) if form and {*named} != {""} else fits  # no form is known of some devices
         usual = self._joined.get(short, "")
-        return found.pop() if len(found) == 1 else usual if usual in found and not (form and form not in named) else ""
+        return found.pop() if len(found) == 1 else usual if usual in found else ""
 
     def variants(self, name: str) -> list[str]:
         """Names of the two or more devices that a short name such as ``A100`` may mean; none if it gives form or memory."""
@@ -376,7 +376,7 @@ def normalise(name: str) -> str:
 #: Sizes that differ by less than ``_SAME_MEMORY`` are the same (10**9 or 2**30 bytes, and what ECC takes).
 _MAKERS = re.compile("nvidia|amd|intel|geforce|tesla|instinct|radeon")
 _LINES = re.compile(r"^(rtx|gtx|rx|arc)(?=[a-z]?\d)")
-_NOTHING, _FORM = re.compile(r"hbm\de?|generation|gpu|:.*"), re.compile(r"(pcie|oam|sxm)([2-6](?!\d?gb))?")
+_NOTHING, _FORM = re.compile(r"hbm\de?|generation|tensorcore|gpu|vf$|:.*"), re.compile(r"(pcie|oam|sxm)([2-6](?!\d?gb))?")
 _MEMORY = re.compile("(8|12|16|24|32|40|48|64|80|94|96|128|141|144|180|192|256|279|288|480)gb")
 _SAME_MEMORY = 0.12
 
