@@ -52,6 +52,8 @@ _KNOWN = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_m
           "kimi_k2", "cohere", "cohere2", "glm", "glm4", "granitemoe", "olmoe", "phimoe", "minimax_m2", "stablelm",
           "qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text")  # fmt: skip
 _PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3text": 6, "gptoss": 2, "olmo3": 4, "cohere2": 4}
+#: Sizes that published configurations of Gemma 3 leave out, as they are the defaults of its class.
+_GEMMA_3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}
 _UNLIKE = ("full_attention_interval", "interleave_moe_layer_step", "mlp_only_layers")
 #: Sizes of a configuration that may be 0.
 _ALSO_0 = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size", "n_shared_experts",
@@ -227,6 +229,7 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
     short = kind.removesuffix("forcausallm").replace("_", "")
     if short not in {known.replace("_", "") for known in _KNOWN}:
         raise NetworkError(f"{name}: no decoder of kind {kind!r} is known here; there are {', '.join(_KNOWN)}")
+    config = {**_GEMMA_3, **config} if short.startswith("gemma3") else config
     unlike = [field for field in _UNLIKE if config.get(field)]
     types = list(config.get("layer_types") or ())
     unlike += ["layer_types"] * (not {"full_attention", "sliding_attention"}.issuperset(types))
@@ -267,7 +270,7 @@ def _decoder(config: Mapping[str, Any], name: str) -> Decoder:
         shared_intermediate=int(shared or 0) if experts else 0, window=window, windowed=windowed if window else 0,
         dense=int(config.get("first_k_dense_replace") or 0) if experts else 0,
         dense_intermediate=int(config.get("intermediate_size") or 0), latent=latent,
-        tied=bool(config.get("tie_word_embeddings", short.startswith(("gemma", "cohere")))),
+        tied=bool(config.get("tie_word_embeddings", short.startswith(("gemma", "cohere", "smollm3", "ernie")))),
         text_part=bool({"text_config", "vision_config"} & config.keys()),
         published=str(dict(config.get("quantization_config") or {}).get("quant_method", "")),
     )  # fmt: skip

@@ -333,12 +333,11 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     sizes = {name: given[name] for name in (*SIZES, "dtype", "kv_dtype") if name in given}
     if op == "attention":
         queries, keys = (_lengths(given.get(name), name) for name in ("q_lengths", "kv_lengths"))
-        whole = [_whole(given, name) for name in ("heads", "kv_heads", "head_dim")]
-        sizes |= attention(whole[0], whole[1], whole[2], queries, keys)
+        sizes |= attention(*(_whole(given, name) for name in ("heads", "kv_heads", "head_dim")), queries, keys)
     elif op in ("rmsnorm", "silu_mul", "elementwise", "layernorm", "softmax", "quantize", "embedding"):
         sizes.setdefault("n", given.get("k"))
         if "m" not in sizes and "bytes" in given:  # only the size of the tensor is given
-            sizes |= {"m": 1, "n": float(given["bytes"]) / ELEMENT_BYTES[dtype_name(dtype)]}
+            sizes |= {"m": 1, "n": float(given["bytes"]) / ELEMENT_BYTES[dtype_name(str(sizes.get("dtype", dtype)))]}
     return {**kept, "dtype": dtype, **sizes, "op": op}
 
 
@@ -357,7 +356,7 @@ def operator_text(row: Mapping[str, Any]) -> str:
 def _lengths(value: Any, name: str) -> list[int]:
     if value is None:
         raise ProgramError(f"attention needs {name}, one entry a sequence")
-    parts = re.findall(r"[^][,\s]+", value) if isinstance(value, str) else np.atleast_1d(value)
+    parts = re.findall(r"[^][(),;\s]+", value) if isinstance(value, str) else np.atleast_1d(value)
     with raised_as(ProgramError, f"{name} is {value!r}, expected whole numbers"):
         if not all(float(part).is_integer() for part in parts):
             raise ValueError("not all are whole")

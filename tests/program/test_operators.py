@@ -100,8 +100,11 @@ def test_lists_of_operators_keep_what_is_unknown(tmp_path: Path) -> None:
 def test_files_may_have_blanks_brackets_and_commas_at_the_end_of_rows(tmp_path: Path) -> None:
     path, header = tmp_path / "step.csv", "op, m,n,k,heads, kv_heads,head_dim,q_lengths,kv_lengths\n"
     path.write_text(header + ' gemm,8,64,32,,,,,,\nattention,,,,4,4,8,"[2, 1]",[5 9],\nattention,,,,4,4,8,2 1,"5,9"\n')
+    path.write_text(path.read_text() + 'attention,,,,4,4,8,2;1,"(5, 9)"\n')
     found = read_operators(path, "bfloat16")[["m", "k", "tokens", "kv_tokens"]]
-    assert found.fillna(0).to_numpy().tolist() == [[8, 32, 0, 0], [0, 0, 3, 14], [0, 0, 3, 14]]
+    assert found.fillna(0).to_numpy().tolist() == [[8, 32, 0, 0], [0, 0, 3, 14], [0, 0, 3, 14], [0, 0, 3, 14]]
+    path.write_text("op,bytes,dtype\nelementwise,4096,fp32\nelementwise,4096,\n")
+    assert read_operators(path, "bfloat16")["n"].tolist() == [1024, 2048]
 
 
 @pytest.mark.parametrize(("name", "billions"), [
@@ -116,6 +119,7 @@ def test_decoders_have_the_parameters_that_are_published(name: str, billions: fl
     ("olmoe", (2048, 1024, 16, 16, 16, 50304), {"num_experts": 64, "num_experts_per_tok": 8}, 6.92),
     ("phimoe", (4096, 6400, 32, 32, 8, 32064), {"num_local_experts": 16, "num_experts_per_tok": 2}, 41.9),
     ("glm", (4096, 13696, 40, 32, 2, 151552), {}, 9.4), ("cohere", (8192, 22528, 40, 64, 64, 256000), {}, 35.0),
+    ("smollm3", (2048, 11008, 36, 16, 4, 128256), {}, 3.075),
 ])  # fmt: skip
 def test_other_kinds(kind: str, sizes: tuple[int, ...], more: dict[str, Any], billions: float, tmp_path: Path) -> None:
     config = dict(zip(MODELS["llama-3.1-8b"], (kind, *sizes), strict=True)) | more
@@ -187,8 +191,9 @@ def test_configurations_that_are_not_known_say_what_is_missing(tmp_path: Path) -
     half, every = ["sliding_attention", "full_attention"] * 20, "sliding_window_pattern"
     kinds = {"layer_types": half, every: "LG"}, {every: 6}, {}, {"use_sliding_window": False}, {"max_window_layers": 28}
     assert [load_decoder(written(**window, **kind)).windowed for kind in kinds] == [16, 27, 32, 0, 4]
-    gemma = load_decoder(written(model_type="gemma3", text_config=MODELS["gemma-3-27b"]))
-    assert gemma.text_part and not known.text_part
+    text = {name: size for name, size in MODELS["gemma-3-27b"].items() if name != "vocab_size"}
+    gemma = load_decoder(written(model_type="gemma3", text_config=text))
+    assert gemma.text_part and not known.text_part and gemma.vocabulary == 262208
     rows = load_decoder("gpt-oss-20b").step(2, 1, 4000, "bfloat16", "bfloat16")
     assert [(row["count"], row["pairs"]) for row in rows if row["op"] == "attention"] == [(12, 8002), (12, 256)]
     kept = [load_decoder("gpt-oss-20b").memory_bytes("fp8", "bfloat16", 2, n, 0)["KV cache"] for n in (128, 4096)]
