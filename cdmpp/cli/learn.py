@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cdmpp.cli.options import Bar, Namespace, Parser, Verbs, add, number, percent, refuse, say, show_table
+from cdmpp.cli.options import Bar, Namespace, Parser, Verbs, add, number, percent, refuse, say, show_table, warn
 from cdmpp.errors import CdmppError, raised_as
 
 if TYPE_CHECKING:
@@ -290,6 +290,8 @@ def _evaluate_operators(args: Namespace, console: Console, errors: Console) -> A
         result = evaluate_operators(load_operators(args.data), args.predictor)
     rows = [*result["groups"], *result["overall"]]
     _show_operators(console, "the fastest kernels (errors on devices in training are no test)", rows)
+    why = "slower kernels, and times that are not of the fastest kernel alone"
+    warn(console, f"{result['left_out']} of {result['rows']} rows are left out: {why}" if result["left_out"] else "")
     return result
 
 

@@ -55,7 +55,6 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
         from cdmpp.profiler.library import profile_library
 
         ui.refuse(args, _add_profile, _BY_ALL, "is of programs: --library measures every operator of the networks")
-
         with ui.Bar(errors, "measuring") as bar:
             found = profile_library(networks, args.device, args.out, resume=args.resume, progress=bar.update)
         return _shown_labels(found, console)
@@ -63,7 +62,6 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
         from cdmpp.profiler.compiled import compile_programs
 
         ui.refuse(args, _add_profile, _TO_COMPILE, "is of measuring: --compile-only compiles random programs")
-
         with ui.Bar(errors, "compiling") as bar:
             made = compile_programs(networks, config=ui.settings(args, ProfileConfig), **_run(args, bar))
         what = f"{made.ok} programs compiled for {made.device}, none measured"

@@ -118,7 +118,7 @@ def show_ranked(console: Console, title: str, reports: Sequence[Any], more: Mapp
             report.device,
             seconds_text(report.latency_s),
             interval_text(report.low_s, report.high_s),
-            f"{report.latency_s / ranked[0].latency_s:.2f}",
+            number(report.latency_s / ranked[0].latency_s if ranked[0].latency_s else None, ".2f"),
             *(cell(report) for cell in more.values()),
         )
         for report in ranked

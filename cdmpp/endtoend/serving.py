@@ -206,7 +206,8 @@ def _report(rows: pd.DataFrame, device: Device, model: OperatorModel, name: str,
     counts = table["count"].to_numpy(dtype=np.float64)
     seconds = pd.Series(np.nan, index=rows.index)
     seconds[known] = each * counts
-    low_s, high_s = _interval(each * counts, np.log(np.maximum(low, 1e-12) / each), np.log(high / each))
+    logs = (np.log(np.maximum(end, 1e-12) / np.maximum(each, 1e-12)) for end in (low, high))
+    low_s, high_s = _interval(each * counts, *logs)
     weight = pd.Series(rows.get("weight", 1.0), index=rows.index)
     own_s = seconds / weight  # of one step, not of all steps that it stands for
     steps = [

@@ -166,7 +166,8 @@ class OperatorModel:
         logs = logs * parts
         if (taught := self.corrections.get(resolved.name)) is not None:
             logs = logs + taught.logs(np.concatenate(self.traits(table, resolved), axis=1))
-        return estimate * np.exp(logs)
+        alone = ((table["op"] == "all_reduce") & (table["num_workers"] < 2)).to_numpy()  # one rank has nothing to add up
+        return np.where(alone, 0.0, estimate * np.exp(logs))
 
     def measured_on(self, device: Device) -> set[str]:
         """Kinds of operators with labels on a device, or on as many cores of a CPU of the same microarchitecture."""
@@ -630,7 +631,8 @@ def left_out_errors(
 def evaluate_operators(table: pd.DataFrame, predictor: str | Path = "default") -> dict[str, Any]:
     """Errors on the fastest kernel of every operator and device of a table (:func:`training_table`), by the model that
     :func:`load_operator_model` finds for the kind of the device; the result is the content of ``cdmpp evaluate --json``.
-    ``seen_in_training`` says of a device that the model learned from labels of it. PredictorError: nothing can be scored."""
+    ``seen_in_training`` says of a device that the model learned from labels of it; ``left_out`` counts ``rows`` of slower
+    kernels, and of times that are not of the fastest kernel alone. PredictorError: nothing can be scored."""
     parts, by = [], ("device", "kind", "dtype", "seen_in_training")
     model_of = functools.cache(functools.partial(load_operator_model, predictor))  # a folder is read once, not for every device
     for name, own in table.groupby("device"):
@@ -641,8 +643,9 @@ def evaluate_operators(table: pd.DataFrame, predictor: str | Path = "default") -
         parts.append(best.assign(predicted_s=model.predict(best, device), seen_in_training=seen))
     if not any(map(len, parts)):
         raise PredictorError("no operator can be scored: the fastest kernel of none is known")
-    overall, groups = (left_out_errors(pd.concat(parts), columns, "predicted_s") for columns in (by[3:], by))
-    return {"overall": overall, "groups": groups}
+    scored = pd.concat(parts)
+    overall, groups = (left_out_errors(scored, columns, "predicted_s") for columns in (by[3:], by))
+    return {"overall": overall, "groups": groups, "rows": len(table), "left_out": len(table) - len(scored)}
 
 
 def _fitted(table: pd.DataFrame, members: int, epochs: int, seed: int) -> OperatorModel:

@@ -58,6 +58,7 @@ def test_convolutions_experts_and_collectives_keep_their_conventions(tmp_path: P
     ("aiconfigurator", {**GEMM, "m": 1, "n": 8, "k": 8, "seconds": 2e-7}, "row 2: gemm in 2e-07 s .* faster"),
     ("aiconfigurator", {**GEMM, "m": -1}, "file.parquet: row 2: m is -1"),
     ("pipeweave", {**COLLECTIVE, "bytes_per_rank": 10**9, "seconds": 1e-3}, "row 2: all_reduce in 0.001 s .* faster"),
+    ("pipeweave", {**COLLECTIVE, "num_workers": 1}, "row 2: num_workers is 1, expected 2 or more"),
     ("miopen", {**CONV, "direction": "sideways"}, "row 2: direction is sideways, expected one of forward"),
     ("miopen", {**CONV, "pad_h": 1, "oh": 5}, r"row 2: oh is 5, expected \(h \+ 2 pad_h"),
     ("miopen", GEMM, "no file of miopen: it has no column solver"),

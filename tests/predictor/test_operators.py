@@ -123,6 +123,7 @@ def test_winograd_power_and_switches_change_what_is_reached_and_a_missing_unit_i
     for gpu, rounds in ("h20", (1, 1.25, 1.125)), ("a100-sxm4-80gb", (1, 1.5, 1.75)), ("h100-pcie", (1, 1.5, 1.75)):
         once_s = 4e8 / (1e9 * (get_device(gpu).link_gb_s or 0) / 2)  # the switches of Hopper's NVLink add up
         assert mechanism(operator_table(sends), get_device(gpu)).memory_s == pytest.approx(once_s * np.array(rounds))
+    assert not any(SHIPPED.interval(operator_table([{**sends[0], "num_workers": 1}]), "h200")), "one rank adds nothing"
 
 
 def labels(factors: dict[str, float], n: int = 60) -> pd.DataFrame:
@@ -383,6 +384,8 @@ def test_a_list_on_a_cpu_is_priced_by_its_operators(tmp_path: Path, command: Com
     assert narrow[1]["notes"][0].startswith("on CPUs only float32 was measured: bfloat16 can")
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-8b"]))
     assert command.json("latency", tmp_path, "--device", "h200")["network"] == tmp_path.name
+    path.write_text("op,bytes,num_workers,count\nall_reduce,4096,1,9\n")
+    assert command.json("latency", path, "--device", "h200,t4")["by_latency"] == ["h200", "t4"], "both take no time"
     table = operator_table([{"op": "gemm", "dtype": "float32", "m": 128, "n": 512, "k": 256}])
     for name, model in (("h200", SHIPPED), ("epyc-zen4-2.6ghz@1", load_operator_model(kind="cpu"))):
         assert took[name] == pytest.approx(2 * model.predict(table, name)[0])
@@ -425,6 +428,9 @@ def test_folders_of_operators_are_counted_scored_and_chosen_from(tmp_path: Path,
     }  # fmt: skip
     assert [row["n"] for row in scores["overall"]] == [40, 80] and "in training" in command.out
     assert [row["mape"] for row in scores["overall"]] == pytest.approx([0.5, 0.5], abs=1e-4)
+    write_operators(data / "h200", pd.concat([own, own.assign(seconds=2 * own["seconds"])]), replace=True)
+    scores = command.json("evaluate", "--data", data)
+    assert (scores["rows"], scores["left_out"]) == (160, 40) and "40 of 160 rows are left out" in command.out
     assert "--part, --by: of programs" in command.error("evaluate", "--data", data, "--part", "test", "--by", "task")
     assert "does not: expected datasets of one kind" in command.error("dataset", data, tmp_path)
     teach_h200 = ["finetune", "--data", data, "--device", "h200", "--out", tmp_path / "taught"]

@@ -32,6 +32,8 @@ _LOWEST = 0.25
 _HIGHEST = 250.0
 #: Minimum and maximum seconds that it takes to launch a kernel and time it.
 SHORTEST_S, _LAUNCH_S = 5e-7, 5e-5
+#: A convolution by Winograd or FFT needs fewer operations than its formula, at most by this factor.
+CONV_GAIN = 5.0
 #: Peak rates that may apply to float32 operands.
 _FLOAT32_PEAKS = ("float32", "float32_matrix", "tfloat32_matrix")
 

@@ -31,9 +31,6 @@ from cdmpp.program.library_ops import operator_bytes, operator_flops
 from cdmpp.program.network import library_task
 from cdmpp.program.space import unscheduled
 
-#: Winograd and similar algorithms need fewer multiplications for a 3x3 convolution than the formula, at most by this factor.
-_FAST_CONVOLUTION = 5.0
-
 #: Columns that are stored in a record's meta.
 _META = ("op", "split", "authors_used")
 #: Columns whose distinct values are stored in the dataset's meta.
@@ -141,7 +138,7 @@ def _checked(path: Path, frame: pd.DataFrame, found: common.Import) -> _Operator
         generator, values = _call(op, dict(arguments.astype(np.float64)))
         flops = np.broadcast_to(np.asarray(operator_flops(generator, values), float), len(arguments))
         if generator == "conv2d":
-            flops = flops / _FAST_CONVOLUTION
+            flops = flops / common.CONV_GAIN
         n_bytes = np.asarray(operator_bytes(generator, values))
         for name, device in devices.items():
             here = np.flatnonzero(owners[arguments.index] == name)

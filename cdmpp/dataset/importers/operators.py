@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.dataset.importers.common import SHORTEST_S, Import, ImportReport, Paths, Progress, evenly, require_columns
+from cdmpp.dataset.importers.common import CONV_GAIN, SHORTEST_S, Import, ImportReport, Paths, Progress, evenly, require_columns
 from cdmpp.dataset.operators import LABELS, TORCH_CALLS, write_operators
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError, ProgramError, raised_as
@@ -20,8 +20,6 @@ from cdmpp.program.operators import operator_table, refuse, seen_pairs, work
 
 #: No operator takes less than this fraction of the time at its dtype's peak; boost clocks and rounded sizes explain up to this.
 _LOWEST = 0.6
-#: A convolution by Winograd or FFT needs fewer operations than its formula, at most by this factor.
-_FAST_CONVOLUTION = 5.0
 _PEAK = {"float32": ("float32", "float32_matrix", "tfloat32_matrix"), "float16": ("float16_matrix", "float16"),
          "bfloat16": ("bfloat16_matrix", "float16_matrix", "bfloat16"), "fp8": ("float8_matrix",),
          "int8": ("int8_matrix", "int8"), "nvfp4": ("float4_matrix",)}  # fmt: skip
@@ -98,14 +96,8 @@ def _number(frame: pd.DataFrame, name: str) -> NDArray[np.float64]:
 
 
 def _labels(frame: pd.DataFrame, framework: str, kernel: str = "kernel") -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "framework": _text(frame, "framework", framework),
-            "version": _text(frame, "version"),
-            "kernel": _text(frame, kernel),
-            "seconds": _number(frame, "seconds"),
-        }
-    )
+    texts = {"framework": _text(frame, "framework", framework), "version": _text(frame, "version")}
+    return pd.DataFrame({**texts, "kernel": _text(frame, kernel), "seconds": _number(frame, "seconds")})
 
 
 def _aiconfigurator(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
@@ -130,9 +122,7 @@ def _aiconfigurator(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
         "pairs": batch * seen_pairs(q, keys, causal, window),
         "longest": keys,
     }
-    for name, values in sizes.items():
-        out[name] = np.where(attends, values, np.nan)
-    return out
+    return out.assign(**{name: np.where(attends, values, np.nan) for name, values in sizes.items()})
 
 
 def _pipeweave_gemm(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
@@ -154,6 +144,7 @@ def _pipeweave_moe(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
 
 
 def _pipeweave_collective(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+    refuse(frame, "num_workers", ~(_number(frame, "num_workers") >= 2), "2 or more ranks")
     return _labels(frame, "nccl").assign(
         op=_text(frame, "collective"),
         dtype="bfloat16",
@@ -240,8 +231,8 @@ def _refuse_impossible(table: pd.DataFrame, devices: dict[str, Device]) -> None:
     seconds = table["seconds"].to_numpy(dtype=np.float64)
     refuse(table, "seconds", ~(np.isfinite(seconds) & (seconds > 0)), "a number above 0")
     least, done = np.full(len(table), SHORTEST_S), work(table)
-    sent = np.where(table["num_workers"] > 1, table["bytes"], 0.0)
-    flop = done["matrix"] / np.where(table["op"] == "conv", _FAST_CONVOLUTION, 1.0)
+    sent = np.nan_to_num(table["bytes"])
+    flop = done["matrix"] / np.where(table["op"] == "conv", CONV_GAIN, 1.0)
     for (name, dtype), rows in table.groupby(["device", "dtype"]).indices.items():
         device = devices[name]
         peak = max((device.peak_gflops.get(unit, 0.0) for unit in _PEAK.get(dtype, ())), default=0.0)
