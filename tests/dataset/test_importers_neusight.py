@@ -272,10 +272,10 @@ def test_a_row_that_cannot_be_is_named(tmp_path: Path, rows: list[dict[str, Any]
 
 
 def test_an_unknown_operator_or_type_is_counted_not_fatal(tmp_path: Path) -> None:
-    rows = [*changed(5, op="fft"), {**ROWS[5], "op": "fft"}]
+    rows = [*changed(5, op="fft"), {**ROWS[5], "op": "fft"}, {**ROWS[5], "op": None}]
     dtypes = ["float16" if row["op"] == "powu" else "float32" for row in rows]
     report = import_neusight(operators(tmp_path / "ops.parquet", rows, dtype=dtypes), tmp_path / "out")
-    assert report.unknown_operators == {"fft": 2, "powu (float16)": 1}
+    assert report.unknown_operators == {"fft": 2, "none": 1, "powu (float16)": 1}
     assert report.records == {"ok": len(ROWS) - 2}
 
 
@@ -284,6 +284,7 @@ def test_missing_columns_and_foreign_files_are_named(tmp_path: Path) -> None:
     for table, message in (
         (frame.drop(columns=["latency_ms"]), r"a\.parquet has no column latency_ms"),
         (frame.drop(columns=["N"]), r"a\.parquet has no column N"),
+        (frame.assign(N=2.5), r"a\.parquet, row 0: linear has N = 2.5, expected a whole number"),
         (pd.DataFrame({"x": [1]}), "is none of NeuSight's tables"),
     ):
         table.to_parquet(file)

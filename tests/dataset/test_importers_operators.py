@@ -56,6 +56,7 @@ def test_convolutions_experts_and_collectives_keep_their_conventions(tmp_path: P
     ("aiconfigurator", {**DECODE, "batch": 512, "past": 65536, "seconds": 1e-3}, "row 2: attention in 0.001 s .* faster"),
     ("aiconfigurator", {**GEMM, "seconds": 0.0}, "row 2: seconds is 0.0"),
     ("aiconfigurator", {**GEMM, "m": 1, "n": 8, "k": 8, "seconds": 2e-7}, "row 2: gemm in 2e-07 s .* faster"),
+    ("aiconfigurator", {**GEMM, "past": "many"}, "row 2: past is many, expected a number"),
     ("aiconfigurator", {**GEMM, "m": -1}, "file.parquet: row 2: m is -1"),
     ("pipeweave", {**COLLECTIVE, "bytes_per_rank": 10**9, "seconds": 1e-3}, "row 2: all_reduce in 0.001 s .* faster"),
     ("pipeweave", {**COLLECTIVE, "num_workers": 1}, "row 2: num_workers is 1, expected 2 or more"),

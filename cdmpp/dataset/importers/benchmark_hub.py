@@ -62,6 +62,7 @@ def import_benchmark_hub(
     groups: list[_Group] = []
     for path, frame in found.frames:
         common.require_columns(frame, COLUMNS, path)
+        frame = frame.assign(latency_ms=pd.to_numeric(frame["latency_ms"], errors="coerce"))
         groups.extend(_groups(path, common.evenly(frame, limit), found))
     for group in groups:
         group.check()
@@ -95,7 +96,7 @@ class _Group:
         """Refuse impossible latencies: any that is far below the roofline, and the fastest if even that is far above it."""
         ok = np.flatnonzero(self.rows["status"] == "ok")
         if len(ok):
-            seconds = self.rows["latency_ms"].to_numpy(dtype=np.float64)[ok] / 1e3
+            seconds = self.rows["latency_ms"].to_numpy(dtype=np.float64, na_value=np.nan)[ok] / 1e3
             flops, n_bytes = (np.full(len(ok), work) for work in _work(self.kernel.task, self.problem))
             fastest = seconds == np.nanmin(seconds) if np.isfinite(seconds).any() else False
             common.refuse_implausible(seconds, flops, n_bytes, self.device, lambda i: self.name(int(ok[i])), fastest)
@@ -119,10 +120,10 @@ def _groups(path: Path, frame: pd.DataFrame, found: common.Import) -> Iterator[_
         values = rows.assign(**{f"p_{key}": rows.get(f"p_{key}") for key in kernel.defaults})
         common.require_columns(values, columns, path)
         values = values[columns].rename(columns=lambda column: column.removeprefix("p_")).fillna(kernel.defaults)
+        values = values.apply(pd.to_numeric, errors="coerce")
         for column in values:
-            if values[column].isna().any():
-                row = values.index[values[column].isna()][0]
-                raise DatasetError(f"{path}, row {row}: {name} has no p_{column}")
+            if (wrong := ~(values[column] % 1 == 0).fillna(False)).any():
+                raise DatasetError(f"{path}, row {values.index[wrong][0]}: {name} has no p_{column}, or no whole number")
         values = values.astype(np.int64)
         problem, device = _problem(path, kernel, str(size)), devices[str(gpu)]
         if not kernel.in_columns:
@@ -137,7 +138,8 @@ def _groups(path: Path, frame: pd.DataFrame, found: common.Import) -> Iterator[_
 def _problem(path: Path, kernel: _Kernel, size: str) -> dict[str, int]:
     """Arguments of the task, except those that have a column."""
     numbers = common.literal(size, f"{path}, problem_size")
-    if not isinstance(numbers, list | tuple) or len(numbers) < len(kernel.sizes):
+    listed = isinstance(numbers, list | tuple) and all(isinstance(number, int | float) for number in numbers)
+    if not listed or len(numbers) < len(kernel.sizes):
         raise DatasetError(f"{path}: problem_size {size!r} of {kernel.task} should be {', '.join(kernel.sizes)}")
     problem = {**dict(zip(kernel.sizes, map(int, numbers), strict=False)), **kernel.fixed}
     if kernel.task == "gemm":

@@ -81,7 +81,7 @@ class Import:
     def resolve(self, names: Iterable[str], path: Path) -> dict[str, Device]:
         """The device of each name. UnknownDeviceError names the file and suggests similar names."""
         try:
-            return {name: self._table.get(name) for name in sorted(set(names))}
+            return {name: self._table.get(name) for name in sorted(set(map(str, names)))}
         except UnknownDeviceError as err:
             raise UnknownDeviceError(f"{path}: {err}; --devices FILE adds a device") from err
 

@@ -123,8 +123,8 @@ def _checked(path: Path, frame: pd.DataFrame, found: common.Import) -> _Operator
     devices = found.resolve(frame["device"], path)
     found.devices.update(device.name for device in devices.values())
     operators = _Operators(path, frame, devices, {})
-    dtypes = frame["dtype"].to_numpy(str) if "dtype" in frame else np.full(len(frame), "float32")
-    names = frame["op"].to_numpy(str)
+    dtypes = frame["dtype"].astype(object).fillna("none").to_numpy(str) if "dtype" in frame else np.full(len(frame), "float32")
+    names = frame["op"].astype(object).fillna("none").to_numpy(str)  # a missing one would cut all names to one letter
     for op in dict.fromkeys(names):
         found.unknown.update(f"{op} ({dtype})" for dtype in dtypes[(names == op) & (dtypes != "float32")])
         places = np.flatnonzero((names == op) & (dtypes == "float32"))
@@ -132,7 +132,8 @@ def _checked(path: Path, frame: pd.DataFrame, found: common.Import) -> _Operator
             found.unknown.update([op] * len(places))
         elif len(places):
             operators.arguments[op] = _arguments(path, frame, op, places)
-    seconds = frame["latency_ms"].to_numpy(dtype=np.float64) / 1e3
+    frame["latency_ms"] = pd.to_numeric(frame["latency_ms"], errors="coerce")
+    seconds = frame["latency_ms"].to_numpy(dtype=np.float64, na_value=np.nan) / 1e3
     owners = frame["device"].to_numpy(str)
     for op, arguments in operators.arguments.items():
         generator, values = _call(op, dict(arguments.astype(np.float64)))
@@ -162,14 +163,13 @@ def _arguments(path: Path, frame: pd.DataFrame, op: str, places: NDArray[np.int6
 def _dimension(path: Path, frame: pd.DataFrame, column: str, op: str, places: NDArray[np.int64]) -> NDArray[np.int64]:
     values = frame[column].iloc[places]
     smallest = 0 if column == "conv_padding" else 1
-    wrong = ~(values.fillna(-1).to_numpy(dtype=np.float64) >= smallest)
+    numbers = pd.to_numeric(values, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+    wrong = ~((numbers >= smallest) & (numbers < 2**53) & (numbers % 1 == 0))
     if wrong.any():
         first = int(np.argmax(wrong))
-        raise DatasetError(
-            f"{path}, row {values.index[first]}: {op} has {column} = {values.iloc[first]}, expected a whole number of at "
-            f"least {smallest}"
-        )
-    return values.to_numpy(dtype=np.int64)
+        given = f"{op} has {column} = {values.iloc[first]}"
+        raise DatasetError(f"{path}, row {values.index[first]}: {given}, expected a whole number of at least {smallest}")
+    return numbers.astype(np.int64)
 
 
 def _call(op: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:

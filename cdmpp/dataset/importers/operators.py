@@ -92,7 +92,9 @@ def _text(frame: pd.DataFrame, name: str, default: str = "") -> pd.Series:
 
 def _number(frame: pd.DataFrame, name: str) -> NDArray[np.float64]:
     given = frame[name] if name in frame else pd.Series(np.nan, index=frame.index)
-    return pd.to_numeric(given, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+    numbers = pd.to_numeric(given, errors="coerce").to_numpy(dtype=np.float64, na_value=np.nan)
+    refuse(frame, name, given.notna() & np.isnan(numbers), "a number")
+    return numbers
 
 
 def _labels(frame: pd.DataFrame, framework: str, kernel: str = "kernel") -> pd.DataFrame:
