@@ -29,7 +29,7 @@ from cdmpp.program.codegen import COUNTING_VERSION
 
 CHECKPOINT_VERSION = 1
 FORMAT = "cdmpp-predictor"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 _JSON_FILE = "predictor.json"
 _WEIGHTS_FILE = "weights.safetensors"

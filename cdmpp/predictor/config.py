@@ -59,11 +59,11 @@ class ModelConfig(_Section):
 class LabelConfig(_Section):
     """Label transform, see :mod:`cdmpp.predictor.encoding`.
 
-    ``relative_to`` is what latencies are divided by before the transform: the ``roofline`` of the program on the device or an
-    analytical ``estimate`` (:mod:`cdmpp.predictor.pair_features`), so that the network predicts an efficiency."""
+    If ``relative``, latencies are first divided by an estimate (:func:`cdmpp.predictor.pair_features.estimate_s`), so that the
+    network predicts an efficiency."""
 
     transform: Literal["box-cox", "log"] = "box-cox"
-    relative_to: Literal["none", "roofline", "estimate"] = "none"
+    relative: bool = False
 
 
 class LossConfig(_Section):

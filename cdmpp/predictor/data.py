@@ -60,7 +60,7 @@ class TrainingData:
     families: Mapping[str, str]
     view: DatasetView | None = None
     codegen: Mapping[tuple[str, str], NDArray[np.float32]] = field(default_factory=dict)
-    _code: dict[str, CodeRows] = field(default_factory=dict, init=False, repr=False)
+    _code: dict[bool, CodeRows] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -103,16 +103,16 @@ class TrainingData:
         """:func:`cdmpp.predictor.pair_features.pair_rows` of every pair."""
         return pair_rows(*self.numbered_pairs())
 
-    def code_features(self, relative_to: str) -> CodeRows:
+    def code_features(self, relative: bool) -> CodeRows:
         """:func:`cdmpp.predictor.pair_features.code_rows` of every pair, rows of NaN where there are no counts. Read-only."""
-        if relative_to not in self._code:
+        if relative not in self._code:
             counts = self.codegen_counts
             if counts is None:
                 counts = np.full((len(self), len(CODEGEN_FEATURES)), np.nan, np.float32)
-            self._code[relative_to] = code_rows(counts, *self.numbered_pairs(), relative_to)
-            for values in self._code[relative_to]:
+            self._code[relative] = code_rows(counts, *self.numbered_pairs(), relative)
+            for values in self._code[relative]:
                 values.flags.writeable = False
-        return self._code[relative_to]
+        return self._code[relative]
 
     def counted(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these pairs (n,) have instruction counts, bool (n,)."""

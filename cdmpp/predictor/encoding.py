@@ -226,16 +226,15 @@ class LabelTransform:
     ``box-cox`` is ``((y / scale)**lambda - 1) / lambda`` (CDMPP's label normalisation). Its ``scale`` is the geometric mean of
     the training labels, which keeps both microseconds and seconds well conditioned. ``log`` is its limit for ``lambda = 0``,
     with a scale of 1. ``mean`` and ``std`` are of the unstandardised transformed training labels; ``log_low`` and ``log_high``
-    are the natural logarithms of the smallest and largest ratio that the inverse returns. ``relative_to`` names the per-program
-    reference that latencies are divided by (a key of :data:`cdmpp.predictor.pair_features.REFERENCES`), "" for none. With a
-    reference, every method needs it as ``reference_s`` and raises PredictorError without it."""
+    are the natural logarithms of the smallest and largest ratio that the inverse returns. If ``relative``,
+    every method needs the references that latencies are divided by as ``reference_s`` and raises PredictorError without."""
 
     kind: str
     mean: float
     std: float
     log_low: float
     log_high: float
-    relative_to: str = ""
+    relative: bool = False
     lambda_: float = 0.0
     log_scale: float = 0.0
 
@@ -256,11 +255,11 @@ class LabelTransform:
         # slightly inside the range, so that rounding to single precision never leaves the domain
         margin = 1e-5 * (high - low)
         log_ratio = self._log_of_raw((label * self.std + self.mean).clamp(low + margin, high - margin))
-        return log_ratio + self._given(log_reference) if self.relative_to else log_ratio
+        return log_ratio + self._given(log_reference) if self.relative else log_ratio
 
     def to_json(self) -> dict[str, Any]:
         """State as JSON values."""
-        state = {"kind": self.kind, "mean": self.mean, "std": self.std, "relative_to": self.relative_to}
+        state = {"kind": self.kind, "mean": self.mean, "std": self.std, "relative": self.relative}
         state.update(log_low=self.log_low, log_high=self.log_high)
         return state if self.kind == "log" else {**state, "lambda": self.lambda_, "log_scale": self.log_scale}
 
@@ -279,7 +278,7 @@ class LabelTransform:
         return log1p(raw * self.lambda_) / self.lambda_ + self.log_scale
 
     def _log_reference(self, reference_s: ArrayLike | None) -> NDArray[np.float64] | float:
-        return np.log(_checked(self._given(reference_s), "reference")) if self.relative_to else 0.0
+        return np.log(_checked(self._given(reference_s), "reference")) if self.relative else 0.0
 
     def _given(self, reference: Any) -> Any:
         if reference is None:
@@ -287,12 +286,10 @@ class LabelTransform:
         return reference
 
 
-def fit_transform(
-    kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None, relative_to: str = "reference"
-) -> LabelTransform:
-    """Fit a transform to training latencies in seconds (n,), relative to references in seconds (n,) if given, which
-    ``relative_to`` names. Box-Cox's lambda is fitted by maximum likelihood. Raises LabelError if there are no labels or one
-    is not finite and positive, PredictorError for an unknown kind."""
+def fit_transform(kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None) -> LabelTransform:
+    """Fit a transform to training latencies in seconds (n,), relative to references in seconds (n,) if given. Box-Cox's
+    lambda is fitted by maximum likelihood. Raises LabelError if there are no labels or one is not finite and positive,
+    PredictorError for an unknown kind."""
     log_ratio = np.log(_checked(latency_s, "latency"))
     if reference_s is not None:
         log_ratio = log_ratio - np.log(_checked(reference_s, "reference"))
@@ -312,8 +309,7 @@ def fit_transform(
         if abs(lambda_) >= _LOG_LAMBDA:
             reach = _SATURATION[1] / abs(lambda_)
             low, high = max(low, log_scale - reach), min(high, log_scale + reach)
-    relative = relative_to if reference_s is not None else ""
-    unscaled = LabelTransform(kind, 0.0, 1.0, low, high, relative, lambda_, log_scale)
+    unscaled = LabelTransform(kind, 0.0, 1.0, low, high, reference_s is not None, lambda_, log_scale)
     raw = unscaled._raw(log_ratio)
     std = float(raw.std())
     return replace(unscaled, mean=float(raw.mean()), std=std if std > 1e-9 else 1.0)
@@ -326,7 +322,7 @@ def transform_from_json(state: dict[str, Any]) -> LabelTransform:
     values = {name: float(state[name]) for name in ("mean", "std", "log_low", "log_high")}
     if kind == "box-cox":
         values.update(lambda_=float(state["lambda"]), log_scale=float(state["log_scale"]))
-    return LabelTransform(kind, relative_to=str(state["relative_to"]), **values)
+    return LabelTransform(kind, relative=bool(state["relative"]), **values)
 
 
 def _check_kind(kind: Any) -> None:
@@ -417,12 +413,6 @@ class Context(NamedTuple):
     pair: torch.Tensor
     code: torch.Tensor
     has_code: torch.Tensor
-
-    @classmethod
-    def of_devices(cls, device: torch.Tensor) -> Context:
-        """Devices alone, float32 (batch, device_dim), for a network that takes neither pairs nor code."""
-        nothing = device.new_zeros(len(device), 0)
-        return cls(device, nothing, nothing, torch.zeros(len(device), dtype=torch.bool, device=device.device))
 
     def take(self, rows: torch.Tensor) -> Context:
         """The rows with these indices, int64, or where this mask, bool (batch,), is True."""

@@ -1,10 +1,10 @@
 """Features of a program and a device together, computed without learning from the AST and the device's specification.
 
-A lower bound and an analytical estimate of the latency are baselines, and references that labels can be relative to: then the
-network predicts how far a program stays behind (CDMPP predicts the time itself). Features for the network say how the program
-fills the device; for compiled programs also how long loops take on the core (:mod:`cdmpp.program.codegen.loops`). A network
-that must carry over to new devices should not have to learn from a handful of them how a product of matrices is cut into tiles
-for their cores (NeuSight, Lee et al., ASPLOS'25, section 4).
+A lower bound and an analytical estimate of the latency are baselines. Labels can be relative to the estimate: then the network
+predicts how far a program stays behind (CDMPP predicts the time itself). Features for the network say how the program fills the
+device; for compiled programs also how long loops take on the core (:mod:`cdmpp.program.codegen.loops`). A network that must
+carry over to new devices should not have to learn from a handful of them how a product of matrices is cut into tiles for their
+cores (NeuSight, Lee et al., ASPLOS'25, section 4).
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def _moved(leaves: FloatArray, kb: float) -> FloatArray:
     return leaves[:, _COLUMN[f"moved_{size_name(size)}"]]
 
 
-#: Reference latencies that labels can be relative to, of ASTs on a device and, if the caller has it, their view.
+#: Reference latencies of ASTs on a device and, if the caller has it, their view.
 REFERENCES: dict[str, Callable[..., FloatArray]] = {"roofline": roofline_s, "estimate": estimate_s}
 
 
@@ -578,10 +578,10 @@ def code_rows(
     devices: Sequence[Device],
     program: NDArray[np.int64],
     device: NDArray[np.int64],
-    relative_to: str = "estimate",
+    relative: bool,
 ) -> CodeRows:
     """Code features of pairs, given as in :func:`pair_rows`, from ``counts``, (n, len(CODEGEN_FEATURES)), NaN if unknown. Times
-    are relative to the same of :data:`REFERENCES` as labels; "" for seconds."""
+    are in seconds or, like labels, ``relative`` to the estimate."""
     shapes = ((len(CODE_FEATURES),), (LOOPS, len(LOOP_CODE_FEATURES)), (len(TIME_PARTS),))
     rows = CodeRows(*(np.full((len(program), *shape), np.nan) for shape in shapes))
     known = ~np.isnan(counts[:, 0])
@@ -594,7 +594,7 @@ def code_rows(
         used, back = np.unique(program[here], return_inverse=True)
         chosen = [asts[i] for i in used]
         view = ProgramView.of(chosen)
-        references = REFERENCES[relative_to](chosen, devices[number], view) if relative_to else np.ones(len(chosen))
+        references = estimate_s(chosen, devices[number], view) if relative else np.ones(len(chosen))
         memory = _memory_cycles(chosen, devices[number])[back]
         counted = with_overlap(counts[here], core_of(core_name(devices[number])))
         known_rows = _code_of(counted, view.take(back), memory, references[back], devices[number])

@@ -256,8 +256,8 @@ class Predictor:
         known = [self.device(device) for device in devices]
         corrected = self.corrected([device.name for device in known], arrays)
         references = None
-        if self.transform.relative_to:
-            references = pair_features.references_s(self.transform.relative_to, asts, known, device_index)
+        if self.transform.relative:
+            references = pair_features.references_s("estimate", asts, known, device_index)
         logs = np.stack([np.log(self.transform.inverse(own, references)) for own in labels])
         seconds: NDArray[np.float64] = np.exp(np.where(has_code, logs.mean(axis=0), logs[0]) + corrected)
         return seconds if evidence.elsewhere is None else self._combined(pairs, seconds, evidence.elsewhere)
@@ -298,7 +298,7 @@ class Predictor:
 
     def as_in_training(self, device: Device) -> str | Device:
         """A training device's name, which selects its training features, else the device: relative labels need its facts."""
-        return device.name if device.name in self.devices and not self.transform.relative_to else device
+        return device.name if device.name in self.devices and not self.transform.relative else device
 
     def corrected(
         self, names: Sequence[str], arrays: PairArrays, embeddings: NDArray[np.float64] | None = None
@@ -348,7 +348,7 @@ class Predictor:
         pair = pair_features.pair_rows(asts, known, program, device_index) if encoder.pair_dim else None
         code = None
         if encoder.code_dim and counts is not None:
-            code = pair_features.code_rows(counts, asts, known, program, device_index, self.transform.relative_to)
+            code = pair_features.code_rows(counts, asts, known, program, device_index, self.transform.relative)
         arrays = PairArrays.encode(encoder, asts, self.encode_devices(devices), program, device_index, pair, code)
         if encoder.pair_dim:
             unseen = np.array([self.uses_general_features_only(device) for device in devices])[device_index]

@@ -202,7 +202,6 @@ def prepare(
     measured = split.train[real[split.train]]  # labels that another predictor gave fit nothing but weights
     table = data.labels.iloc[measured]
     specs = {name: data.devices[name] for name in sorted(table["device"].unique())}
-    relative_to = config.label.relative_to.replace("none", "")
     vectors = data.device_vectors()
     devices = {name: vectors[name] for name in specs}
     leaves = [data.asts[program].leaves for program in table["program"].unique()]
@@ -213,7 +212,7 @@ def prepare(
     if config.model.pairs:
         parts["pair"] = (data.pair_features[measured], PAIR_FEATURES)
     if config.model.compiled and data.counted(measured).any():
-        code = data.code_features(relative_to)
+        code = data.code_features(config.label.relative)
         parts["code"] = (code.program[measured], CODE_FEATURES)
         parts["loop"] = (code.loops[measured].reshape(-1, len(LOOP_CODE_FEATURES)), LOOP_CODE_FEATURES)
     elif config.model.compiled:
@@ -223,7 +222,7 @@ def prepare(
         )
     encoder = encoding.FeatureEncoder.fit(FEATURE_SET, parts)
     del parts, leaves  # gigabytes
-    arrays = encode(data, encoder, relative_to)
+    arrays = encode(data, encoder, config.label.relative)
     arrays = replace(arrays, has_code=arrays.has_code & torch.from_numpy(real))
     if config.model.general_part:  # devices in order of their names, as if the network had never seen them
         on_gpu = np.array([device.kind == "gpu" for device in data.numbered_pairs()[1]])[:, None]
@@ -233,7 +232,7 @@ def prepare(
         arrays = replace(arrays, general=encoding.GeneralInputs(rows, keep))
     fitting = arrays.take(split.train)
     references = None if arrays.reference_s is None else arrays.reference_s[measured]
-    transform = encoding.fit_transform(config.label.transform, data.latency_s[measured], references, relative_to)
+    transform = encoding.fit_transform(config.label.transform, data.latency_s[measured], references)
     trainer = Trainer(
         config,
         transform,
@@ -248,18 +247,18 @@ def prepare(
     return Fitted(encoder, transform, arrays, trainer, devices, specs)
 
 
-def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative_to: str) -> encoding.LabelledArrays:
-    """All pairs of the data as arrays, encoded with a fitted encoder. ``relative_to`` names the reference of labels and times,
-    "" for none."""
+def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative: bool) -> encoding.LabelledArrays:
+    """All pairs of the data as arrays, encoded with a fitted encoder. Labels and times from the code are
+    in seconds or ``relative`` to the estimate."""
     asts, devices, program, device = data.numbered_pairs()
     pairs = data.pair_features if encoder.pair_dim else None
     known = encoder.encode_devices(np.stack([device_features(each) for each in devices]))
-    code = data.code_features(relative_to) if encoder.code_dim else None
+    code = data.code_features(relative) if encoder.code_dim else None
     arrays = encoding.PairArrays.encode(encoder, asts, known, program, device, pairs, code)
     return encoding.LabelledArrays(
         **vars(arrays),
         latency_s=data.latency_s,
-        reference_s=data.reference_s(relative_to) if relative_to else None,
+        reference_s=data.reference_s("estimate") if relative else None,
         codegen=data.codegen_counts,
     )
 
@@ -325,11 +324,11 @@ def training_summary(config: Config, data: TrainingData, split: Split, state: Tr
 
 def as_data(config: Config, datasets: Any) -> TrainingData:
     """Data as given, or gathered from dataset folders (None: ``config.data.paths``)."""
-    read_spec(config.split.spec)  # a malformed one is refused before gigabytes are read
     if isinstance(datasets, TrainingData):
         return datasets
     if datasets is None and not config.data.paths:
         raise PredictorError("no data: give dataset folders, or data.paths in the configuration")
+    read_spec(config.split.spec)  # a malformed one is refused before gigabytes are read
     return gather(config.data.paths if datasets is None else datasets, config.data)
 
 

@@ -35,7 +35,7 @@ from tvm.s_tir.meta_schedule.cost_model import PyCostModel
 from cdmpp.device import DEVICE_FEATURES, Device, get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import signed_log1p
-from cdmpp.predictor.pair_features import estimate_s, reference_s
+from cdmpp.predictor.pair_features import estimate_s
 from cdmpp.predictor.uncertainty import left_out, squared_distances
 from cdmpp.profiler.engine import label
 from cdmpp.program import import_tvm
@@ -130,7 +130,7 @@ class PredictorPrior:
                 z[rows] = embedding.double().numpy()
         corrected = predictor.corrected([self._device.name], arrays, z)
         transform = predictor.transform
-        reference = reference_s(transform.relative_to, asts, self._device) if transform.relative_to else None
+        reference = estimate_s(asts, self._device) if transform.relative else None
         latency_s = transform.inverse(labels, reference) * np.exp(corrected)
         return Encoded(np.log(latency_s), z)
 

@@ -183,7 +183,7 @@ def batch_of(*lengths: int, width: int = 5, pad_to: int | None = None) -> Padded
 
 @pytest.mark.parametrize("network", [ReleasedNetwork(5, 3, 6, TINY).eval(), LstmNetwork(5, 3, 16, 2, 0.0).eval()])
 def test_padding_changes_nothing(network):
-    device = Context.of_devices(torch.ones(3, 3))
+    device = Context(torch.ones(3, 3), torch.zeros(3, 0), torch.zeros(3, 0), torch.zeros(3).bool())
     expected = network(batch_of(4, 2, 4), device)
     torch.testing.assert_close(network(batch_of(4, 2, 4, pad_to=9), device), expected)
     torch.testing.assert_close(network(batch_of(4), device.take(torch.arange(1))), expected[:1])

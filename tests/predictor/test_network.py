@@ -30,7 +30,8 @@ def make_batch(batch=3, length=4, seed=0) -> tuple[PaddedBatch, Context]:
     positions = torch.arange(length).repeat(batch, 1) * 3 + 1
     padding = torch.zeros(batch, length, dtype=torch.bool)
     devices = torch.randn(batch, DEVICE_DIM, generator=generator)
-    return PaddedBatch(leaves, positions, padding), Context.of_devices(devices)
+    nothing = torch.zeros(batch, 0)
+    return PaddedBatch(leaves, positions, padding), Context(devices, nothing, nothing, torch.zeros(batch).bool())
 
 
 def pad(batch: PaddedBatch, extra: int, value: float) -> PaddedBatch:
@@ -63,7 +64,7 @@ def test_embeddings_are_bounded():
 def test_the_device_matters_unless_turned_off_and_positions_always(device, positional):
     network = make_network(device=device, positional=positional)
     batch, devices = make_batch()
-    moved, other = batch._replace(positions=batch.positions * 5), Context.of_devices(devices.device + 1.0)
+    moved, other = batch._replace(positions=batch.positions * 5), devices._replace(device=devices.device + 1.0)
     with torch.no_grad():
         plain, *changed = network(batch, devices), network(batch, other), network(moved, devices)
     assert [not torch.equal(plain, each) for each in changed] == [device != "none", True]

@@ -143,7 +143,7 @@ def counts(**known: float) -> np.ndarray:
 
 
 def code_features(rows: np.ndarray, asts, device) -> CodeRows:
-    return code_rows(rows, asts, [device], np.arange(len(asts)), np.zeros(len(asts), int))
+    return code_rows(rows, asts, [device], np.arange(len(asts)), np.zeros(len(asts), int), True)
 
 
 @pytest.fixture(scope="module")
@@ -201,11 +201,11 @@ def test_rows_of_several_devices_equal_those_of_each_and_unknown_stays_unknown(d
     program, device = np.array([0, 1, 2, 3, 0]), np.array([0, 1, 0, 1, 1])
     rows = np.random.default_rng(1).integers(1, 999, (5, len(CODEGEN_FEATURES))).astype(np.float32)
     rows[2] = np.nan
-    together = code_rows(rows, asts, devices, program, device)
+    together = code_rows(rows, asts, devices, program, device, True)
     assert all(np.isnan(part[2]).all() for part in together)
     for i in (0, 1, 3, 4):
         alone = code_features(rows[i : i + 1], [asts[program[i]]], devices[device[i]])
         assert all(np.allclose(part[i], own[0]) for part, own in zip(together, alone, strict=True))
-        seconds = code_rows(rows, asts, devices, program, device, "").times[i]
+        seconds = code_rows(rows, asts, devices, program, device, False).times[i]
         of_estimate = alone.times[0] + np.log(estimate_s([asts[program[i]]], devices[device[i]]))
         assert np.where(alone.times[0] > ABSENT, of_estimate, ABSENT) == pytest.approx(seconds)

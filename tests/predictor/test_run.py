@@ -145,15 +145,14 @@ def test_train_py_reports_bad_input_in_one_line(tmp_path):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("reference", ["roofline", "estimate"])
-def test_labels_relative_to_a_reference(data, by_task, tmp_path, monkeypatch, reference):
-    config = changed(by_task, label={"transform": "log", "relative_to": reference})
+def test_labels_relative_to_the_estimate(data, by_task, tmp_path, monkeypatch):
+    config = changed(by_task, label={"transform": "log", "relative": True})
     result = train(config, data, tmp_path / "run")
-    assert result.predictor.transform.relative_to == reference
+    assert result.predictor.transform.relative
     loaded = Predictor.load(tmp_path / "run" / "predictor")
     program, device = next(iter(data.asts.values())), data.devices["slow"]
     assert loaded.predict(program, device) == pytest.approx(result.predictor.predict(program, device))
     assert evaluate(result.predictor, data)["overall"]["mape"] > 0
-    before, original = loaded.predict(program, device), REFERENCES[reference]
-    monkeypatch.setitem(REFERENCES, reference, lambda asts, on: 10 * original(asts, on))
+    before, original = loaded.predict(program, device), REFERENCES["estimate"]
+    monkeypatch.setitem(REFERENCES, "estimate", lambda asts, on: 10 * original(asts, on))
     assert loaded.predict(program, device) == pytest.approx(10 * before)

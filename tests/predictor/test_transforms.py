@@ -71,9 +71,9 @@ def test_torch_inverse_agrees_and_has_a_gradient(kind):
 
 def test_relative_transform_divides_by_the_reference():
     reference_s = LATENCIES / np.tile([2.0, 8.0], len(LATENCIES) // 2)
-    transform = fit_transform("log", LATENCIES, reference_s, "roofline")
+    transform = fit_transform("log", LATENCIES, reference_s)
     assert transform_from_json(transform.to_json()) == transform
-    assert transform.relative_to == "roofline"
+    assert transform.relative
     labels = transform.forward(LATENCIES, reference_s)
     assert labels == pytest.approx(np.tile([-1.0, 1.0], len(LATENCIES) // 2))
     assert transform.inverse(labels, reference_s) == pytest.approx(LATENCIES)
