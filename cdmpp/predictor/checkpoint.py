@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -128,7 +127,7 @@ def save_fields(folder: Path, fields: Mapping[str, Any]) -> None:
         "encoder": fields["encoder"].to_json(),
         "counting_version": COUNTING_VERSION,
         "label_transform": fields["transform"].to_json(),
-        "devices": {name: [None if np.isnan(v) else float(v) for v in vector] for name, vector in fields["devices"].items()},
+        "devices": list(fields["devices"]),
         "specs": {name: device.to_json() for name, device in fields["specs"].items()},
         "training": dict(fields["training"]),
         "corrections": {
@@ -213,10 +212,7 @@ def _build(state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict
         "network": _network(state["model"], encoder),
         "encoder": encoder,
         "transform": transform_from_json(state["label_transform"]),
-        "devices": {
-            str(name): np.array([np.nan if v is None else v for v in vector], dtype=np.float64)
-            for name, vector in state["devices"].items()
-        },
+        "devices": tuple(map(str, state["devices"])),
         "specs": {str(name): Device.from_json(spec) for name, spec in state["specs"].items()},
         "training": dict(state["training"]),
         "corrections": {

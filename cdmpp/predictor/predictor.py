@@ -64,17 +64,18 @@ class Pairs(NamedTuple):
 class Predictor:
     """A trained latency model. Make one with :func:`cdmpp.predictor.train`, :meth:`load` or :meth:`default`.
 
-    ``devices`` (raw features) and ``specs`` describe the training devices by name; ``training`` summarises the training data
-    and run (JSON values). :meth:`predict_interval` needs a calibration for each kind of evidence (none, compiled code,
-    latencies on other devices, which ``scaling`` scales), :meth:`unfamiliar` needs ``familiarity``; all of these may be None.
-    ``corrections`` (:mod:`cdmpp.predictor.correction`) are fitted to measurements after training: by device, and by whether
-    the compiled code is known (``compiled``) or not (``ast``). ``members`` are networks trained with other seeds: if the code
-    is known, the logarithms of all predictions are averaged; else ``network`` predicts alone, in a fraction of the time."""
+    ``devices`` are those of training, ``specs`` the specifications of these and of finetuning; ``training`` summarises the
+    training data and run (JSON values). :meth:`predict_interval` needs a calibration for each kind of evidence (none, compiled
+    code, latencies on other devices, which ``scaling`` scales), :meth:`unfamiliar` needs ``familiarity``; all of these may be
+    None. ``corrections`` (:mod:`cdmpp.predictor.correction`) are fitted to measurements after training: by device, and by
+    whether the compiled code is known (``compiled``) or not (``ast``). ``members`` are networks trained with other seeds: if
+    the code is known, the logarithms of all predictions are averaged; else ``network`` predicts alone, in a fraction of the
+    time."""
 
     network: LatencyNetwork = field(repr=False)
     encoder: FeatureEncoder = field(repr=False)
     transform: LabelTransform
-    devices: Mapping[str, NDArray[np.float64]] = field(repr=False)
+    devices: Sequence[str] = field(repr=False)
     training: Mapping[str, Any] = field(default_factory=dict, repr=False)
     calibration: Calibration | None = field(default=None, repr=False)
     familiarity: Familiarity | None = field(default=None, repr=False)
@@ -204,7 +205,7 @@ class Predictor:
         found = self.device(device)
         # finetuning on a device makes it known if it learned a correction, which others of its kind do not get
         taught = {found.name} & self.corrections.keys()
-        return known.for_device(found, {name: self.specs[name] for name in (*self.devices, *taught) if name in self.specs})
+        return known.for_device(found, {name: self.specs[name] for name in (*self.devices, *taught)})
 
     def difficulty(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
         """Factor on the width of each pair's interval, 1 is usual, float64 (n,); ``arrays`` are the encoded pairs, if known."""
@@ -243,8 +244,7 @@ class Predictor:
         """The pairs of these rows (n,) of a label table."""
         table = data.labels.iloc[rows]
         names, index = np.unique(table["device"].to_numpy(dtype=str), return_inverse=True)
-        devices = [self.as_in_training(data.devices[name]) for name in names]
-        return Pairs([data.asts[p] for p in table["program"]], devices, index, evidence)
+        return Pairs([data.asts[p] for p in table["program"]], [data.devices[name] for name in names], index, evidence)
 
     def predict_pairs(self, pairs: Pairs, arrays: PairArrays | None = None) -> NDArray[np.float64]:
         """Latencies of pairs in seconds, float64 (n,); ``arrays`` are the encoded pairs, if known. A predictor trained without
@@ -278,7 +278,7 @@ class Predictor:
             there_s, estimated_s = np.full(len(asts), np.nan), np.full(len(asts), np.nan)
             if len(used):
                 chosen = [asts[i] for i in used]
-                there_s[used] = self.predict_asts(chosen, self.as_in_training(source))
+                there_s[used] = self.predict_asts(chosen, source)
                 estimated_s[used] = pair_features.estimate_s(chosen, source)
             sources.append((source, measured_s, there_s[program], estimated_s[program]))
         combined = predicted_s.copy()
@@ -295,10 +295,6 @@ class Predictor:
                         scaled = measured_s[here] * pair_features.share_ratio(chosen, measured_s[here], source, target)
                         combined[here] = np.where(np.isnan(scaled), combined[here], scaled)
         return combined
-
-    def as_in_training(self, device: Device) -> str | Device:
-        """A training device's name, which selects its training features, else the device: relative labels need its facts."""
-        return device.name if device.name in self.devices and not self.transform.relative else device
 
     def corrected(
         self, names: Sequence[str], arrays: PairArrays, embeddings: NDArray[np.float64] | None = None
@@ -384,10 +380,7 @@ class Predictor:
         return replace(found, **unlearned)
 
     def device_vector(self, device: str | Device) -> NDArray[np.float64]:
-        """Raw features of a device: those of training for the name of a training device, else those of its specification, where
-        :data:`_OF_THE_WHOLE` of a CPU are kept within the range of the CPUs in training."""
-        if isinstance(device, str) and device in self.devices:
-            return self.devices[device]
+        """Raw features of a device, where :data:`_OF_THE_WHOLE` of a CPU are kept within the range of the CPUs in training."""
         found = self.device(device)
         features = np.asarray(device_features(found), dtype=np.float64)
         within = np.isin(DEVICE_FEATURES, _OF_THE_WHOLE) & (found.kind == "cpu")
@@ -396,7 +389,8 @@ class Predictor:
     @cached_property
     def _cpu_range(self) -> NDArray[np.float64]:
         """Lowest and highest raw features of the CPUs in training, (2, n_device_features), NaN where all are unknown."""
-        cpus = [vector for vector in self.devices.values() if vector[DEVICE_FEATURES.index("is_cpu")]]
+        trained = (self.specs[name] for name in self.devices)
+        cpus = [np.asarray(device_features(device), np.float64) for device in trained if device.kind == "cpu"]
         if not cpus:
             return np.repeat([[-np.inf], [np.inf]], len(DEVICE_FEATURES), axis=1)
         return np.stack([np.fmin.reduce(cpus), np.fmax.reduce(cpus)])

@@ -107,7 +107,7 @@ def _task_vectors(programs: Any, data: TrainingData, predictor: Predictor | None
 def embed_programs(predictor: Predictor, asts: Sequence[CompactAST]) -> NDArray[np.float64]:
     """The network's pooled embeddings of programs, float64 (n, embedding_dim), all on one artificial device, the mean of the
     encoded training devices: the device enters before the encoder, so there is no embedding of a program alone."""
-    device = predictor.encoder.encode_devices(np.stack(list(predictor.devices.values()))).mean(0, keepdims=True)
+    device = predictor.encode_devices(predictor.devices).mean(0, keepdims=True)
     program = np.arange(len(asts))
     arrays = PairArrays.encode(predictor.encoder, asts, device, program, np.zeros_like(program), None, None)
     return correction_inputs(predictor.network, arrays)[1]

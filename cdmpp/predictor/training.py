@@ -169,13 +169,12 @@ def _train_network(
 @dataclass(frozen=True)
 class Fitted:
     """A trainer, ready to fit, with everything that was fitted on the training part of a split alone. ``arrays`` are all
-    pairs, encoded; ``devices`` and ``specs`` are the raw features and specifications of the training devices."""
+    pairs, encoded; ``specs`` are the specifications of the training devices."""
 
     encoder: encoding.FeatureEncoder
     transform: encoding.LabelTransform
     arrays: encoding.LabelledArrays
     trainer: Trainer
-    devices: dict[str, NDArray[np.float64]]
     specs: Mapping[str, Device]
 
     def predictor(self, weights: dict[str, Any], training: dict[str, Any]) -> Predictor:
@@ -183,7 +182,7 @@ class Fitted:
         network: Any = self.trainer.network.cpu()
         network.load_state_dict(weights)
         network.eval()
-        return Predictor(network, self.encoder, self.transform, self.devices, training, specs=dict(self.specs))
+        return Predictor(network, self.encoder, self.transform, tuple(self.specs), training, specs=dict(self.specs))
 
 
 def prepare(
@@ -202,12 +201,10 @@ def prepare(
     measured = split.train[real[split.train]]  # labels that another predictor gave fit nothing but weights
     table = data.labels.iloc[measured]
     specs = {name: data.devices[name] for name in sorted(table["device"].unique())}
-    vectors = data.device_vectors()
-    devices = {name: vectors[name] for name in specs}
     leaves = [data.asts[program].leaves for program in table["program"].unique()]
     parts: dict[str, tuple[NDArray[Any], Sequence[str]]] = {
         "leaf": (np.concatenate(leaves), LEAF_FEATURES),
-        "device": (np.stack(list(devices.values())), DEVICE_FEATURES),
+        "device": (np.stack([device_features(device) for device in specs.values()]), DEVICE_FEATURES),
     }
     if config.model.pairs:
         parts["pair"] = (data.pair_features[measured], PAIR_FEATURES)
@@ -244,7 +241,7 @@ def prepare(
         max_seconds=max_seconds,
         processes=processes,
     )
-    return Fitted(encoder, transform, arrays, trainer, devices, specs)
+    return Fitted(encoder, transform, arrays, trainer, specs)
 
 
 def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative: bool) -> encoding.LabelledArrays:

@@ -333,7 +333,8 @@ def _listed(row: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     sizes = {name: given[name] for name in (*SIZES, "dtype", "kv_dtype") if name in given}
     if op == "attention":
         queries, keys = (_lengths(given.get(name), name) for name in ("q_lengths", "kv_lengths"))
-        sizes |= attention(*(_whole(given, name) for name in ("heads", "kv_heads", "head_dim")), queries, keys)
+        whole = [_whole(given, name) for name in ("heads", "kv_heads", "head_dim")]
+        sizes |= attention(whole[0], whole[1], whole[2], queries, keys)
     elif op in ("rmsnorm", "silu_mul", "elementwise", "layernorm", "softmax", "quantize", "embedding"):
         sizes.setdefault("n", given.get("k"))
         if "m" not in sizes and "bytes" in given:  # only the size of the tensor is given

@@ -32,7 +32,7 @@ from scipy.linalg import cho_factor, cho_solve
 from tvm.ir.utils import derived_object
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel
 
-from cdmpp.device import DEVICE_FEATURES, Device, get_device
+from cdmpp.device import Device, get_device
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import signed_log1p
 from cdmpp.predictor.pair_features import estimate_s
@@ -98,8 +98,7 @@ class PredictorPrior:
         if device.name not in predictor.devices:
             self.common = _UNSEEN_DEVICE
             trained_on = ", ".join(predictor.devices)
-            column = DEVICE_FEATURES.index(f"is_{device.kind}")
-            if not any(vector[column] > 0 for vector in predictor.devices.values()):
+            if device.kind not in {predictor.specs[name].kind for name in predictor.devices}:
                 raise PredictorError(
                     f"the predictor was trained on {trained_on} and never saw a {device.kind}: it says nothing about "
                     f"{device.name}; finetune it on records of that device, or tune without a predictor"

@@ -110,7 +110,7 @@ def test_nothing_is_fitted_on_validation_or_test(data, by_task):
 
 def test_a_device_only_in_test_is_not_fitted_on(data, by_task):
     fitted = prepare(by_task, data, split_data("by_device:heldout=fast;seed=0", data))
-    assert fitted.devices.keys() == {"slow"}
+    assert fitted.specs.keys() == {"slow"}
     # one training device: every device column is constant, so encoded as 0
     encoded = fitted.encoder.encode_devices(data.device_vectors()["fast"][None])
     assert not encoded[:, : fitted.encoder.device_dim // 2].any()

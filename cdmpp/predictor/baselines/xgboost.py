@@ -173,7 +173,7 @@ class XGBoostModel(LatencyModel):
         if self._features == "ast-codegen":
             if data.codegen_counts is None:
                 raise PredictorError("xgboost-ast-codegen needs instruction counts: make them with cdmpp codegen DIR")
-            code = data.code_features("estimate")
+            code = data.code_features(True)
             parts += [np.log1p(code.program[rows]), np.log1p(code.loops[rows].reshape(len(rows), -1)), code.times[rows]]
         x = np.concatenate(parts, axis=1, dtype=np.float32)
         return xgb.DMatrix(x, label=np.log(table["latency_s"].to_numpy(dtype=np.float64)))
