@@ -12,22 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.sampled import even_shares, sample_evenly
-from benchmarks.schedule_transfer import (
-    figures,
-    latencies,
-    measurements_by_chance,
-    measurements_in_order,
-    measurements_online,
-    nearly_best,
-    order_of_others,
-    regret_in_order,
-)  # fmt: skip
 from benchmarks.tuning import compare
 from cdmpp.dataset import Dataset
 from cdmpp.errors import PredictorError
 from cdmpp.tuner.cost_model import Encoded, OnlineModel
 from cdmpp.tuner.warm_start import nearest_device
 from tests.samples.datasets import DEVICE, OTHER_DEVICE, add_measured, failure, program, record
+
+from benchmarks.schedule_transfer import (  # isort: skip
+    figures, latencies, measurements_by_chance, measurements_in_order, measurements_online, nearly_best, order_of_others,
+    regret_in_order,
+)  # fmt: skip
 
 
 def test_tunings_are_compared_by_what_both_measured() -> None:
@@ -94,13 +89,10 @@ def test_figures_over_kernels_and_gpus() -> None:
 INF, NAN = math.inf, math.nan
 
 
-def test_nearly_the_best_within_five_per_cent() -> None:
+def test_nearly_the_best_and_orders_with_failures_and_chance() -> None:
     assert nearly_best(np.array([1.0, 1.05, 1.06, INF])).tolist() == [True, True, False, False]
     with pytest.raises(PredictorError, match="nothing to search for"):
         nearly_best(np.array([INF, NAN]))
-
-
-def test_orders_with_failures_and_chance() -> None:
     latency_s = np.array([2.0, INF, 1.0, 1.5])
     for order, measurements in (([1, 0, 3, 2], 4), ([2, 0, 1, 3], 1)):
         assert measurements_in_order(latency_s, np.array(order)) == measurements

@@ -265,7 +265,7 @@ def test_a_library_program_has_no_space(tmp_path: Path) -> None:
     assert Dataset.open(tmp_path / "d").programs["1234"] == library
 
 
-def test_another_schema_version_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_schema_version_and_damaged_parquet_files_are_named(tmp_path: Path) -> None:
     small_dataset(tmp_path / "d", finalize=True)
     meta_file, records = tmp_path / "d" / "meta.json", tmp_path / "d" / "records.parquet"
     meta = json.loads(meta_file.read_text())
@@ -277,17 +277,12 @@ def test_another_schema_version_is_refused_by_name(tmp_path: Path) -> None:
     pq.write_table(table.replace_schema_metadata({b"cdmpp": b'{"schema_version": 99}'}), records)
     with pytest.raises(SchemaVersionError, match=r"records\.parquet .* 99"):
         _ = Dataset.open(tmp_path / "d").records
-
-
-def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
-    small_dataset(tmp_path / "d", finalize=True)
-    file = tmp_path / "d" / "records.parquet"
-    data = file.read_bytes()
+    data = records.read_bytes()
     for broken in (data[: len(data) // 2], b"", b"PAR1" + bytes(100)):
-        file.write_bytes(broken)
+        records.write_bytes(broken)
         with pytest.raises(DatasetError, match=r"records\.parquet is damaged"):
             _ = Dataset.open(tmp_path / "d").records
-    pq.write_table(pq.read_table(tmp_path / "d" / "tasks.parquet").replace_schema_metadata(None), file)
+    pq.write_table(pq.read_table(tmp_path / "d" / "tasks.parquet").replace_schema_metadata(None), records)
     with pytest.raises(DatasetError, match=r"records\.parquet is not a dataset file"):
         _ = Dataset.open(tmp_path / "d").records
 

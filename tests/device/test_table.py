@@ -14,21 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cdmpp.device import (
-    DEVICE_FEATURES,
-    GENERAL_DEVICE_FEATURES,
-    Device,
-    DeviceTable,
-    add_device_file,
-    device_features,
-    get_device,
-    known_devices,
-    load_table,
-)
 from cdmpp.device.table import missing_fields, read_device_file, row_from_mapping
 from cdmpp.errors import UnknownDeviceError
 from cdmpp.files import read_yaml
 from tests.samples.command import Command
+
+from cdmpp.device import (  # isort: skip
+    DEVICE_FEATURES, GENERAL_DEVICE_FEATURES, Device, DeviceTable, add_device_file, device_features, get_device, known_devices,
+    load_table,
+)  # fmt: skip
 
 HERE = Device(
     "xeon-cascadelake-2.5ghz", "cpu", vendor="intel", model="Intel(R) Xeon(R) Processor @ 2.50GHz", mcpu="cascadelake",

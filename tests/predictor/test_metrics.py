@@ -51,7 +51,7 @@ def test_spearman_is_the_mean_over_tasks():
     assert score([1, 2, 3, 4], [7, 7, 7, 7])["spearman"] == 0.0
 
 
-def test_regret_known_answer():
+def test_regret_known_answers():
     labels = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     predictions = [9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 8.0]
     result = score(labels, predictions)
@@ -59,16 +59,10 @@ def test_regret_known_answer():
     assert result["top5_regret"] == pytest.approx(1.0)
     assert score(labels, labels)["top1_regret"] == 0.0
     assert score(labels[:5], predictions[:5])["top5_regret"] is None
-
-
-def test_regret_mean_and_median_over_tasks():
-    result = score([1, 2, 1, 3, 1, 7], [2, 1, 2, 1, 1, 2], task=list("aabbcc"))
-    assert result["top1_regret"] == pytest.approx((1 + 2 + 0) / 3)
-    assert result["top1_regret_median"] == pytest.approx(1.0)
-
-
-def test_regret_of_tasks_with_many_programs():
-    """The median over those with 32 or more alone."""
+    over_tasks = score([1, 2, 1, 3, 1, 7], [2, 1, 2, 1, 1, 2], task=list("aabbcc"))
+    assert over_tasks["top1_regret"] == pytest.approx((1 + 2 + 0) / 3)
+    assert over_tasks["top1_regret_median"] == pytest.approx(1.0)
+    # of 32: the median over tasks with 32 or more programs alone
     labels = [*range(1, 33), *range(1, 33), *range(1, 32)]
     picks = [[0.5 if n == wanted else 1.0 for n in range(1, 33)] for wanted in (2, 4)]
     predictions = [*picks[0], *picks[1], *([1.0] * 30 + [0.5])]

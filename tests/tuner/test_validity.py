@@ -108,6 +108,10 @@ def test_what_it_learned_of_two_devices_holds_on_a_third_with_other_limits() -> 
     unseen = made_up({"sm_80": 163.0}, seed=1)
     assert unseen.valid.all()
     assert (probabilities(model, unseen) > 0.5).mean() > 0.8
+    # a device learns from its own records and its architecture's, where there are some
+    data = made_up({"sm_75": 48, "sm_86": 48, "rtx-2080-ti": 48}, n=10)
+    assert set(data.of(get_device("rtx-2080-ti")).table["device"]) == {"sm_75", "rtx-2080-ti"}
+    assert len(data.of(get_device("h200"))) == 30
 
 
 def test_rows_that_are_all_alike_give_a_constant() -> None:
@@ -142,12 +146,6 @@ def test_records_become_rows(tmp_path: Path) -> None:
     for lost in ([], [dataset_of(tmp_path / "lost", [("a", "device_lost", None)])]):
         with pytest.raises(DatasetError, match="to learn validity from"):
             read_validity(lost)
-
-
-def test_a_device_learns_from_its_own_records_and_its_architectures_where_there_are_some() -> None:
-    data = made_up({"sm_75": 48, "sm_86": 48, "rtx-2080-ti": 48}, n=10)
-    assert set(data.of(get_device("rtx-2080-ti")).table["device"]) == {"sm_75", "rtx-2080-ti"}
-    assert len(data.of(get_device("h200"))) == 30
 
 
 @pytest.mark.skipif(not (REPOSITORY / "data" / "validity-cuda").is_dir(), reason="no validity data")
@@ -206,9 +204,7 @@ def test_first_programs_are_likely_fast_and_of_all_clusters() -> None:
     assert rows.dtype == np.int64 and np.array_equal(rows, initial_population(z, p, 3))
     assert (initial_population(z, np.ones(100), 4, log_s=log_s) < 25).all()
     assert set(initial_population(z, np.ones(100), 30, log_s=log_s)) == set(range(30))
-
-
-def test_where_little_is_likely_or_different_first_programs_are_filled_up() -> None:
+    # where little is likely or different, they are filled up
     p = np.linspace(0.01, 0.4, 100)
     assert set(initial_population(grid(), p, 5)) == {95, 96, 97, 98, 99}
     p[0] = 0.9
