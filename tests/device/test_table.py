@@ -63,7 +63,7 @@ def test_every_gpu_is_found_as_its_makers_and_authors_write_it(row: Device) -> N
     ("v100_sxm", "v100-sxm2-16gb"), ("GB200 NVL72", "gb200"), ("gb300_nvl72", "gb300"), ("A100-SXM", "a100-sxm4-80gb"),
     ("a100_sxm4", "a100-sxm4-80gb"), ("NVIDIA A100-SXM4", "a100-sxm4-80gb"), ("a100_sxm_40gb", "a100-sxm4-40gb"),
     ("NVIDIA A100 Tensor Core GPU", "a100-pcie-40gb"), ("AMD Instinct MI300X VF", "mi300x"), ("H800 PCIe", None),
-    ("T4 80GB", None), ("A100-SXM-16GB", None), ("A100-SXM4-32GB", None), ("6000", None),
+    ("T4 80GB", None), ("A100-SXM-16GB", None), ("A100-SXM4-32GB", None), ("6000", None), ("A800-SXM", "a800"),
 ])  # fmt: skip
 def test_form_memory_and_line_may_be_left_out_but_not_wrong(name: str, found: str | None) -> None:
     row = TABLE.find(name)

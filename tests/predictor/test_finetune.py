@@ -89,13 +89,13 @@ def test_tasks_give_a_correction_and_leave_the_weights(small, base, tmp_path):
     assert (tuned.predict(asts, "slow") == base.predict(asts, "slow")).all()  # on this device alone
 
 
-def test_teaching_a_device_again_starts_from_what_was_known_before(small, base, tmp_path):
+def test_teaching_a_device_again_starts_from_what_was_known_before(small, base, tmp_path, caplog):
     once = finetune(base, small, "fast", tmp_path / "once", tasks=4)
     twice = finetune(once.predictor, small, "fast", tmp_path / "twice", tasks=4)
     rows = np.flatnonzero(rows_of(small, "fast"))
     assert np.allclose(twice.predictor.predict_rows(small, rows), once.predictor.predict_rows(small, rows))
     errors = (r.predictor.training["finetuned"]["errors"]["ast"] for r in (once, twice))
-    assert next(errors) == next(errors)
+    assert next(errors) == next(errors) and "earlier finetuning on fast is dropped" in caplog.text
 
 
 def test_the_chosen_tasks_show_how_latencies_scale_to_the_device(small, base):
