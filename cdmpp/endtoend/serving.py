@@ -186,10 +186,12 @@ def _check_memory(decoder: Decoder, serving: Serving, device: Device, dtype: str
     if fits(serving.batch, serving.tp):
         return own
     batch = next((b for b in range(serving.batch - 1, 0, -1) if fits(b, serving.tp)), 0)
-    splits = (2**i for i in range(8) if 2**i > serving.tp and decoder.splits(2**i))
+    splits = [2**i for i in range(8) if 2**i > serving.tp and decoder.splits(2**i)]
     tp = next((ranks for ranks in splits if fits(serving.batch, ranks)), 0)
     options = [f"--batch {batch}"] * (batch > 0) + [f"--tp {tp}"] * (tp > 0)
-    otherwise = "nothing, as the weights alone do not," if own["weights"] > room else "nothing but shorter sequences"
+    both = (f"--tp {ranks} --batch {b}" for ranks in splits for b in range(serving.batch - 1, 0, -1) if fits(b, ranks))
+    nothing = "nothing, as the weights alone do not," if own["weights"] > room else "nothing but shorter sequences"
+    otherwise = next(both, nothing)
     if fits(serving.batch, serving.tp, "fp8", "fp8"):
         otherwise = "--dtype fp8 --kv-dtype fp8"
     split = ", ".join(f"{size:.1f} {part}" for part, size in own.items())

@@ -148,7 +148,6 @@ class _Job:
     ``shots``, int64 (n,), are the rows of the chosen tasks on the device."""
 
     def __init__(self, base: Predictor, data: TrainingData, device: str, selection: TaskSelection) -> None:
-        # a correction from an earlier finetuning on the device is dropped and fitted again
         if device in base.corrections:
             logger.warning("an earlier finetuning on %s is dropped: only what is measured in these tasks counts", device)
         corrections = {name: known for name, known in base.corrections.items() if name != device}

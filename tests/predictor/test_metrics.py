@@ -23,10 +23,9 @@ def test_error_metrics_known_answer():
     # relative errors 0.1, 0.15, 0.5, 0
     assert result["mape"] == pytest.approx(0.1875)
     assert result["median_ape"] == pytest.approx(0.125)
-    assert result["within_20pct"] == 0.75
+    assert result["within_20pct"] == 0.75 and result["n"] == 4
     assert result["rmse_s"] == pytest.approx(np.sqrt((0.01 + 0.09 + 4.0) / 4))
     assert result["noise_floor_mape"] == pytest.approx(0.01)  # half of the mean of 0.01, 0.03 and 0.02
-    assert result["n"] == 4
     given = evaluate_predictions([1.0, 2.0], [1.0, 2.0], "tt", "dd", [0.5, 0.5], [0.02, np.nan])
     assert given["noise_floor_mape"] == pytest.approx(0.02), "the mean error floor where given"
     assert score([1.0, 1.0, 1.0, 1.0], [1.0, 0.9, 0.75, 3.0])["within_10pct"] == 0.5, "inclusive"

@@ -340,6 +340,7 @@ def test_serving_steps_add_up() -> None:
         ("qwen2.5-7b", ["t4"], long, "used: --dtype fp8 --kv-dtype fp8 would fit"),  # 28 heads are no 8 ranks
         ("qwen2.5-7b", [tiny], Serving(tp=4), r"\(3.8 weights, 0.0 KV cache, .*as the weights alone do not, would fit"),
         ("llama-3.1-70b", ["t4", "h200"], Serving(), "1 t4.*--tp 16 would fit; .*141 GB.*--tp 2 would fit"),
+        ("llama-3.1-70b", ["a100"], Serving(tp=2, batch=64, seq=8192), "used: --tp 8 --batch 17 would fit"),
         ("llama-3.1-8b", ["h200"], Serving(batch=0), "--batch is 0"),
         ("llama-3.1-8b", ["h200"], Serving(phase="decode", generate=4), "leave out --phase decode"),
         ("llama-3.1-8b", ["epyc-7742@1"], Serving(), "for GPUs only, and epyc-7742@1 is a CPU: give a GPU"),
