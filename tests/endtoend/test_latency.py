@@ -53,7 +53,7 @@ def fixed(seconds: float = 1e-3, calibrated: bool = False, by_device: bool = Fal
     if calibrated:
         calibration = Calibration.fit([2.0, 0.5] * 10, [1.0] * 20, [f"t{i}" for i in range(20)], ["some-cpu"] * 20)
     none, trained = cast(Any, None), {name: get_device(name) for name in ("h200", "t4")}
-    return Fixed(none, none, none, {}, calibration=calibration, specs=trained, seconds=seconds, by_device=by_device)
+    return Fixed(none, none, none, tuple(trained), calibration=calibration, specs=trained, seconds=seconds, by_device=by_device)
 
 
 class Branches(torch.nn.Module):
