@@ -252,16 +252,14 @@ def _evaluate(args: Namespace, console: Console, errors: Console) -> Any:
     from cdmpp.dataset.operators import operator_folders
     from cdmpp.dataset.split import read_spec
     from cdmpp.predictor import evaluate, gather
-    from cdmpp.predictor.data import GROUPINGS
+    from cdmpp.predictor.data import check_groupings
     from cdmpp.predictor.predictor import load_predictor
 
     if operator_folders(args.data):
         return _evaluate_operators(args, console, errors)
     predictor, part = load_predictor(args.predictor), args.part or "test"
     by = [g for g in ("device,network" if args.by is None else args.by).split(",") if g]
-    # refused before gigabytes are read
-    if not {*by} <= {*GROUPINGS}:
-        raise CdmppError(f"cannot group by '{args.by}': expected some of {', '.join(GROUPINGS)}")
+    check_groupings(by)  # refused before gigabytes are read, as a malformed split
     if args.split not in (None, "all"):
         read_spec(args.split)
     with Bar(errors, "reading ASTs") as bar:

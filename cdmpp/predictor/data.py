@@ -132,9 +132,8 @@ class TrainingData:
     def members(self, grouping: str, rows: NDArray[np.int64] | None = None) -> list[tuple[str, ...]]:
         """The groups that each pair belongs to, by ``device``, ``task``, ``network``, ``family`` or ``origin``
         (PredictorError for another grouping). A task of several networks belongs to all of them."""
+        check_groupings([grouping])
         table = self.labels if rows is None else self.labels.iloc[rows]
-        if grouping in ("device", "task", "origin"):
-            return [(str(name),) for name in table[grouping]]
         if grouping == "network":
             return [self.networks.get(task, ()) for task in table["task"]]
         if grouping == "family":
@@ -142,7 +141,13 @@ class TrainingData:
                 tuple(sorted({self.families[n] for n in self.networks.get(task, ()) if n in self.families}))
                 for task in table["task"]
             ]
-        raise PredictorError(f"cannot group by '{grouping}' (known: {', '.join(GROUPINGS)})")
+        return [(str(name),) for name in table[grouping]]
+
+
+def check_groupings(names: Iterable[str]) -> None:
+    """PredictorError for a name that is not among :data:`GROUPINGS`."""
+    if wrong := [name for name in names if name not in GROUPINGS]:
+        raise PredictorError(f"cannot group by '{wrong[0]}' (known: {', '.join(GROUPINGS)})")
 
 
 def warn_of_missing_counts(coverage: Mapping[str, tuple[int, int]]) -> None:

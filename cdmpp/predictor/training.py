@@ -245,8 +245,8 @@ def prepare(
 
 
 def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative: bool) -> encoding.LabelledArrays:
-    """All pairs of the data as arrays, encoded with a fitted encoder. Labels and times from the code are
-    in seconds or ``relative`` to the estimate."""
+    """All pairs of the data as arrays, encoded with a fitted encoder. Labels and times from the code
+    are in seconds or ``relative`` to the estimate."""
     asts, devices, program, device = data.numbered_pairs()
     pairs = data.pair_features if encoder.pair_dim else None
     known = encoder.encode_devices(np.stack([device_features(each) for each in devices]))

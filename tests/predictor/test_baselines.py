@@ -15,7 +15,7 @@ from cdmpp.predictor.baselines.networks import CdmppReleased, LstmModel, LstmNet
 from cdmpp.predictor.baselines.xgboost import (  # isort: skip
     AGGREGATED_DIM, PER_STORE_DIM, aggregate_per_store, load_per_store, save_per_store,
 )  # fmt: skip
-from cdmpp.predictor.config import TrainConfig
+from cdmpp.predictor.config import Config, TrainConfig
 from cdmpp.predictor.data import split_data
 from cdmpp.predictor.encoding import Context, PaddedBatch
 from tests.samples.training import changed, make_ast, with_counts
@@ -236,7 +236,7 @@ def test_models_by_name(config):
         make_model("lstm", train={"epoch_count": 3})
     with pytest.raises(PredictorError, match="features"):
         XGBoostModel("pixels")
-    for model in (CdmppModel(), LstmModel()):
+    for model in (CdmppModel(Config()), LstmModel()):
         with pytest.raises(PredictorError, match="not fitted"):
             model.predict(None, np.array([0]))
 

@@ -74,9 +74,6 @@ class CdmppModel(TrainedModel):
 
     name = "cdmpp"
 
-    def __init__(self, config: Config | None = None, **more: Any) -> None:
-        super().__init__(config or Config(), **more)
-
     def make_network(self, train: LabelledArrays, encoder: FeatureEncoder) -> nn.Module:
         return LatencyNetwork(self._config.model, *train.widths)
 
