@@ -176,7 +176,7 @@ def test_the_test_part_cannot_be_looked_at(data, small, tmp_path, monkeypatch):
             seen.append(data.labels["latency_s"].to_numpy()[split.test])
             raise LabelError("enough")
 
-    monkeypatch.setattr("cdmpp.predictor.baselines.make_model", lambda **_: Peeks())
+    monkeypatch.setattr("cdmpp.predictor.baselines.make_model", lambda **_: Peeks(small))
     with pytest.raises(LabelError):
         search(small, data, tmp_path, 1)
     assert len(seen[0]) and np.isnan(seen[0]).all()
