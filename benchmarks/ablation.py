@@ -4,8 +4,8 @@
     python benchmarks/ablation.py --less tasks programs networks --split by_network --json learning_curve.json
 
 Each variant changes one thing in a configuration. The last lines compare the compact AST's features with TVM's PerStoreFeature
-under one model (gradient-boosted trees). The split keeps a part of the held-out networks' programs without labels (``adapt``);
-CMD aligns features with them, and no variant is scored on them. A second row is the same predictor given the compiled code.
+under one model (gradient-boosted trees). CMD adapts to the programs that the configuration's ``data.adapt`` names. A second
+row is the same predictor given the compiled code.
 
 With ``--less`` the models stay as they are, and only a fraction of the training part is kept, drawn by the seed: of the tasks
 (with all their programs), of the programs of every task, or of the networks (with all their tasks). It shows what to collect.
@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "two networks, unmeasured pairs": {"train": {"members": 2}, "data": {"unmeasured": True}},
 }
 #: The networks that the package's configurations hold out and validate with.
-SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;adapt=0.3"
+SPLIT = "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet"
 
 
 def part_of(data: TrainingData, rows: NDArray[np.int64], kind: str, fraction: float, seed: int) -> NDArray[np.int64]:

@@ -60,8 +60,7 @@ def scored_given(predictor: Predictor, data: TrainingData, split: Split) -> dict
         predicted_s = predictor.predict_rows(data, split.test, compiled)
         found[COMPILED] = scored(data, split.test, predicted_s, n_compiled=n_compiled)
     if predictor.scaling is None:
-        hidden = np.concatenate([split.test, split.adapt])
-        predictor = replace(predictor, scaling=fit_scaling(predictor.predict_rows, data, split.valid, hidden))
+        predictor = replace(predictor, scaling=fit_scaling(predictor.predict_rows, data, split.valid, split.test))
     # with such an error the prediction has no weight beside the measured latencies
     without = replace(predictor, scaling=DeviceScaling(estimate_part=1.0, own_error=1e6))
     elsewhere = Evidence.of_rows(data, split.test, measured=True)

@@ -6,14 +6,13 @@
     ``heldout`` is a list of names joined by ``+`` or ``,``, or how many networks to choose (four, or fewer if there are
     fewer than six networks). Chosen networks are of different families if possible and leave at least half of the tasks to
     training. ``valid`` is a list of names, or the minimum fraction of the other labels for validation networks (0.1); if
-    only one network is left, tasks are drawn from it. ``adapt`` (0) is the fraction of the held-out networks' programs that
-    may be used without their labels and are not tested. ``others`` (0) concerns tasks of no network, such as operators
-    measured alone: this fraction of them is tested, and as many are in valid.
+    only one network is left, tasks are drawn from it. ``others`` (0) concerns tasks of no network, such as operators measured
+    alone: this fraction of them is tested, and as many are in valid.
 ``by_device``
     Tests on devices that appear nowhere in training. Training may have the same programs, measured on other devices, also on
     other numbers of cores of the same CPU unless they are held out too. ``heldout`` are names or aliases (default: one is
     chosen); ``tasks`` are hashes of tasks whose labels on these devices train (few-shot); ``valid`` is a fraction of the
-    training devices' tasks (0.1), ``adapt`` as above.
+    training devices' tasks (0.1).
 ``by_task``
     Tests on tasks that appear nowhere in training; ``test`` (0.2) and ``valid`` (0.1) are fractions of the tasks.
 ``within_task``
@@ -32,7 +31,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -48,14 +47,14 @@ _LOG = logging.getLogger(__name__)
 #: Kind of split -> the label column of which train (or valid) and test may not share a value.
 KINDS = {"by_network": "task", "by_task": "task", "by_device": "device", "within_task": "program"}
 _KEYS: dict[str, tuple[str, ...]] = {
-    "by_network": ("heldout", "valid", "adapt", "others", "seed"),
+    "by_network": ("heldout", "valid", "others", "seed"),
     "by_task": ("test", "valid", "seed"),
-    "by_device": ("heldout", "tasks", "valid", "adapt", "seed"),
+    "by_device": ("heldout", "tasks", "valid", "seed"),
     "within_task": ("test", "valid", "seed"),
 }
 
-#: The parts of a split; ``adapt`` may be empty, and its labels must not be used.
-PARTS: tuple[str, ...] = ("train", "valid", "test", "adapt")
+#: The parts of a split.
+PARTS: tuple[str, ...] = ("train", "valid", "test")
 
 #: Number of networks that ``by_network`` holds out by default.
 DEFAULT_HELD_OUT_NETWORKS = 4
@@ -76,9 +75,8 @@ class Split:
     """A split of a label table, as row numbers (sorted, int64). Everything that is fitted must be fitted on train.
 
     ``spec`` makes the same split again: it names all choices. ``held_out`` are networks (``by_network``) or devices
-    (``by_device``), ``allowed_tasks`` the tasks whose labels on held-out devices may be in train. Programs of ``adapt`` are
-    held out too; they may be used without their labels (domain adaptation), and none is in test. Compare models with and
-    without adaptation on the same split. ``fingerprint`` is :func:`cdmpp.dataset.view.label_fingerprint` of the label table."""
+    (``by_device``), ``allowed_tasks`` the tasks whose labels on held-out devices may be in train. ``fingerprint`` is
+    :func:`cdmpp.dataset.view.label_fingerprint` of the label table."""
 
     kind: str
     spec: str
@@ -89,7 +87,6 @@ class Split:
     held_out: tuple[str, ...] = ()
     allowed_tasks: tuple[str, ...] = ()
     fingerprint: str = ""
-    adapt: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @staticmethod
     def parse(
@@ -111,7 +108,7 @@ class Split:
         return _by_network(labels, networks, families or {}, **options)
 
     def part(self, name: str) -> NDArray[np.int64]:
-        """Row numbers of ``train``, ``valid``, ``test`` or ``adapt`` (SplitError for another name)."""
+        """Row numbers of ``train``, ``valid`` or ``test`` (SplitError for another name)."""
         if name not in PARTS:
             raise SplitError(f"a split has no part {name!r}; it has {', '.join(PARTS)}")
         rows: NDArray[np.int64] = getattr(self, name)
@@ -119,8 +116,7 @@ class Split:
 
     def check_disjoint(self, labels: pd.DataFrame, networks: TaskNetworks | None = None) -> None:
         """Check that training knows nothing of the test part; ``by_network`` needs `networks`. SplitError if the split was made
-        of another table, parts share a row, train, valid and test share what they must not (:data:`KINDS`), adapt and test
-        share a program, or a task of a held-out network is in train or valid."""
+        of another table, parts share a row or what :data:`KINDS` names, or a held-out network has a task in train or valid."""
         self.check_table(labels)
         rows = np.concatenate([self.part(name) for name in PARTS])
         if len(rows) and (rows.min() < 0 or rows.max() >= len(labels)):
@@ -133,8 +129,6 @@ class Split:
             if self.kind == "by_device" and hidden == "test" and self.allowed_tasks:
                 table = table[~table["task"].isin(self.allowed_tasks)]
             self._check_shared(f"{unit}s in {known} and {hidden}", table[unit], labels[unit], hidden)
-        programs = labels["program"]
-        self._check_shared("programs in adapt and test", programs.iloc[self.adapt], programs, "test")
         if self.kind == "by_network" and networks is None:
             raise SplitError("checking a by_network split needs the networks of each task")
         for part in ("train", "valid") if self.kind == "by_network" else ():
@@ -154,16 +148,15 @@ class Split:
             raise SplitError(f"split {self.spec} was made of another label table ({self.fingerprint})")
 
     def to_json(self) -> str:
-        """The split as JSON text, without ``adapt`` if that is empty."""
-        parts = PARTS if len(self.adapt) else PARTS[:3]
-        names = ("kind", "spec", "seed", "held_out", "allowed_tasks", "fingerprint", *parts)
+        """The split as JSON text."""
+        names = ("kind", "spec", "seed", "held_out", "allowed_tasks", "fingerprint", *PARTS)
         return json.dumps({name: getattr(self, name) for name in names}, default=lambda rows: rows.tolist())
 
     @classmethod
     def from_json(cls, text: str) -> Split:
         """Inverse of :meth:`to_json` (SplitError if the text is no split)."""
         try:
-            value = {"adapt": (), **json.loads(text)}
+            value = dict(json.loads(text))
             if value["kind"] not in KINDS:
                 raise SplitError(f"no split {value['kind']!r}; there are {', '.join(KINDS)}")
             value["seed"] = int(value["seed"])
@@ -180,7 +173,6 @@ def _by_network(
     families: Mapping[str, str],
     heldout: Collection[str] | int | None = None,
     valid: float | Collection[str] = 0.1,
-    adapt: float = 0.0,
     others: float = 0.0,
     seed: int = 0,
 ) -> Split:
@@ -200,7 +192,7 @@ def _by_network(
         chosen = _known_names(map(architecture, valid), every, "network")
         valid_tasks = set()
     valid_tasks |= {task for task, names in rest.items() if names & set(chosen)}
-    options = {"heldout": held, "valid": chosen or valid, "adapt": adapt, "others": others}
+    options = {"heldout": held, "valid": chosen or valid, "others": others}
     if others:
         _check_fractions(others, others)
         alone = {task for task, names in members.items() if not names}
@@ -212,12 +204,7 @@ def _by_network(
 
 
 def _by_device(
-    labels: pd.DataFrame,
-    heldout: Collection[str] | None = None,
-    tasks: Collection[str] = (),
-    valid: float = 0.1,
-    adapt: float = 0.0,
-    seed: int = 0,
+    labels: pd.DataFrame, heldout: Collection[str] | None = None, tasks: Collection[str] = (), valid: float = 0.1, seed: int = 0
 ) -> Split:
     _check_fractions(0.0, valid)
     devices = sorted(set(labels["device"]))
@@ -235,7 +222,7 @@ def _by_device(
     on_held = labels["device"].isin(held)
     valid_tasks = _draw(set(column[~on_held]) - set(allowed), valid, seed, "valid")
     is_test, is_valid = on_held & ~column.isin(allowed), ~on_held & column.isin(valid_tasks)
-    options = {"heldout": held, "tasks": allowed, "valid": valid, "adapt": adapt}
+    options = {"heldout": held, "tasks": allowed, "valid": valid}
     return _split("by_device", options, seed, labels, is_test, is_valid)
 
 
@@ -257,21 +244,14 @@ def _split(
     is_valid: pd.Series,
     networks: TaskNetworks | None = None,
 ) -> Split:
-    """Make a split: its parts and its specification, which leaves out ``tasks``, ``adapt`` and ``others`` if empty or 0."""
-    adapt = options.get("adapt", 0.0)
-    if not 0 <= adapt < 1:
-        raise SplitError(f"fraction adapt={adapt:g} must be at least 0 and below 1")
+    """Make a split: its parts and its specification, which leaves out ``tasks`` and ``others`` if empty or 0."""
     texts = [
         f"{name}={'+'.join(value) if isinstance(value, list) else f'{value:g}'}"
         for name, value in options.items()
-        if value or name not in ("tasks", "adapt", "others")
+        if value or name not in ("tasks", "others")
     ]
     spec = f"{kind}:{';'.join(texts)};seed={seed}"
-    programs = labels["program"]
-    is_adapt = is_test & programs.isin(_draw(set(programs[is_test]), adapt, seed, "adapt"))
-    masks = {
-        "train": ~(is_test | is_valid), "valid": is_valid, "test": is_test & ~is_adapt, "adapt": is_adapt,
-    }  # fmt: skip
+    masks = {"train": ~(is_test | is_valid), "valid": is_valid, "test": is_test}
     for name in ("train", "test"):
         if not masks[name].any():
             raise SplitError(f"split {spec}: nothing is left to {name} of {len(labels)} labels")

@@ -75,8 +75,8 @@ class LossConfig(_Section):
     #: Over-prediction factor above which the relative error grows linearly in the log ratio.
     mape_cap: float = Field(2.0, gt=1)
     #: Weight and highest moment of the central moment discrepancy between the embeddings of a batch and those of as many
-    #: programs of the split's unlabelled part (``adapt`` in the specification). If it is used, batches are not sorted by
-    #: length, as the embeddings of programs of one length are not a sample of their domain.
+    #: programs of ``data.adapt``. If it is used, batches are not sorted by length, as the embeddings of programs of one length
+    #: are not a sample of their domain.
     cmd_weight: float = Field(0.0, ge=0)
     cmd_moments: int = Field(5, ge=1)
     #: Weight of the MSE of the standardised logarithms of the instruction counts, for the programs that have some; needs
@@ -129,9 +129,13 @@ class DataConfig(_Section):
     paths: tuple[str, ...] = ()
     devices: tuple[str, ...] | None = None
     #: Let the first network also learn from programs that were compiled for a training CPU but not measured on it
-    #: (``cdmpp codegen --device``), or nowhere measured (``cdmpp profile --draw-only``). Their labels are predicted from the
+    #: (``cdmpp codegen --device``), or nowhere measured (``cdmpp profile --compile-only``). Their labels are predicted from the
     #: compiled code by the other networks, which are trained on the measured records.
     unmeasured: bool = False
+    #: Datasets of the programs that ``loss.cmd_weight`` adapts to, and the devices that are to run them (None: the training
+    #: CPUs). Labels are not needed (``cdmpp profile --compile-only``) and never used.
+    adapt: tuple[str, ...] = ()
+    adapt_devices: tuple[str, ...] | None = None
 
 
 class SplitConfig(_Section):

@@ -51,7 +51,8 @@ class TrainingData:
     ``labels`` has one row per pair, columns :data:`cdmpp.dataset.view.LABEL_COLUMNS`, index 0..n-1; ``asts`` (by hash) and
     ``devices`` (by name) cover all rows. ``networks`` maps a task (hash) to the networks it occurs in, ``families`` a network
     to its family, as far as known. ``view`` is the underlying dataset; None for data made otherwise. ``codegen`` holds the
-    instruction counts of the programs that have some, as :func:`cdmpp.dataset.codegen.load_codegen` gives them."""
+    instruction counts of the programs that have some, as :func:`cdmpp.dataset.codegen.load_codegen` gives them. ``unlabelled``
+    are the programs of ``data.adapt``."""
 
     labels: pd.DataFrame
     asts: Mapping[str, CompactAST]
@@ -60,6 +61,7 @@ class TrainingData:
     families: Mapping[str, str]
     view: DatasetView | None = None
     codegen: Mapping[tuple[str, str], NDArray[np.float32]] = field(default_factory=dict)
+    unlabelled: Mapping[str, CompactAST] = field(default_factory=dict)
     _code: dict[bool, CodeRows] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
@@ -185,6 +187,7 @@ def gather(
     if missing.any():
         logger.warning("%d labels left out: their programs have no AST", int(missing.sum()))
         labels = labels[~missing].reset_index(drop=True)
+    more = load_datasets(config.adapt) if config.adapt else None
     data = TrainingData(
         labels,
         asts,
@@ -193,6 +196,7 @@ def gather(
         dict(view.network_families),
         view,
         counts,
+        collect_asts(more, more.programs, progress) if more else {},
     )
     if counts:
         warn_of_missing_counts(data.count_coverage(np.arange(len(data))))

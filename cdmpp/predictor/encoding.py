@@ -545,11 +545,6 @@ class PairArrays:
         """The same pairs without any features of compiled code."""
         return replace(self, code=torch.zeros_like(self.code), has_code=torch.zeros_like(self.has_code))
 
-    def unlabelled(self, rows: NDArray[np.int64]) -> PairArrays:
-        """The pairs with these indices, without labels; the arrays of programs and devices are shared, not copied."""
-        parts = {name: getattr(self, name)[rows] for name in ("program", "device", "pair", "code", "has_code")}
-        return PairArrays(self.packed, self.device_rows, **parts, general=self.general)
-
 
 @dataclass(frozen=True)
 class LabelledArrays(PairArrays):

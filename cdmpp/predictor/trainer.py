@@ -69,7 +69,7 @@ class Trainer:
     alone. The learning rate falls so that training ends after ``max_seconds``. ``processes`` train together (None: this one
     alone), which needs our network and no ``max_seconds``.
 
-    Raises PredictorError without training or validation pairs, or for CMD without pairs to adapt to."""
+    Raises PredictorError without training or validation pairs."""
 
     def __init__(
         self,
@@ -85,11 +85,6 @@ class Trainer:
     ) -> None:
         if not len(train) or not len(valid):
             raise PredictorError(f"training needs training and validation records, got {len(train)} and {len(valid)}")
-        if config.loss.cmd_weight and not adapt:
-            raise PredictorError(
-                "loss.cmd_weight is above 0, but there are no programs to adapt to: "
-                "a by_network or by_device split has them with adapt=0.3"
-            )
         self._config = config.train
         self._transform = transform
         self._train, self._valid = train, valid
@@ -254,7 +249,7 @@ class Trainer:
             errors = (gathered(network.codegen(embedding), n) - counts.nan_to_num()) ** 2 * known
             loss = loss + terms.codegen_weight * errors.sum() / known.sum().clamp(min=1)
         cmd = torch.zeros(())
-        if self._adapt is not None and terms.cmd_weight:
+        if self._adapt is not None:
             # the draw depends on seed and step alone, so that a resumed run draws the same
             rng = np.random.default_rng([self._config.seed, self._state.step, 1])
             rows = rng.choice(len(self._adapt), min(n, len(self._adapt)), replace=False)

@@ -21,7 +21,7 @@ from torch import nn
 
 from cdmpp.dataset import DatasetView, Split, noise_floor_mape
 from cdmpp.dataset.split import read_spec
-from cdmpp.device import DEVICE_FEATURES, Device, device_features
+from cdmpp.device import DEVICE_FEATURES, Device, device_features, get_device
 from cdmpp.errors import PredictorError
 from cdmpp.files import write_text
 from cdmpp.predictor import encoding
@@ -104,7 +104,7 @@ def with_unmeasured(data: TrainingData, split: Split, teacher: Predictor) -> tup
     half as much as those from the AST (Hinton et al., *Distilling the knowledge in a neural network*, 2015). Raises
     PredictorError if there are no such pairs."""
     train = data.labels.iloc[split.train]
-    hidden = data.labels.iloc[np.concatenate([split.valid, split.test, split.adapt])]
+    hidden = data.labels.iloc[np.concatenate([split.valid, split.test])]
     of_train = train[~train["program"].isin(hidden["program"])].groupby("program").first()[["task", "origin"]]
     stored = {} if data.view is None else data.view.programs
     names = sorted((stored.keys() & data.asts.keys()) - set(train["program"]) - set(hidden["program"]))
@@ -139,10 +139,11 @@ def _train_network(
     """Train one network of a predictor: what was fitted, its last state and its history."""
     fitted = prepare(config, data, split, processes=processes)
     trainer, checkpoint = fitted.trainer, out / CHECKPOINT_FILE
-    arrays: list[NDArray[Any]] = [data.latency_s, split.train, split.valid, split.adapt]
+    arrays: list[NDArray[Any]] = [data.latency_s, split.train, split.valid]
     if data.codegen_counts is not None and (config.loss.codegen_weight or config.model.compiled):
         arrays.insert(1, data.codegen_counts)
-    run = fingerprint(config, [FEATURE_SET], data, arrays)
+    adapt = [*sorted(data.unlabelled), config.data.adapt_devices] if config.loss.cmd_weight else []
+    run = fingerprint(config, [FEATURE_SET, *adapt], data, arrays)
     history: list[dict[str, Any]] = []
     if resume and checkpoint.exists():
         trainer.restore(load_checkpoint(checkpoint, run))
@@ -235,13 +236,34 @@ def prepare(
         transform,
         fitting,
         arrays.take(split.valid),
-        arrays.unlabelled(split.adapt),
+        pairs_to_adapt_to(config, data, split, encoder, specs),
         taught=int(data.labels["program"].iloc[split.train[~real[split.train]]].isin(table["program"]).sum()),
         make_network=None if make_network is None else partial(make_network, fitting, encoder),
         max_seconds=max_seconds,
         processes=processes,
     )
     return Fitted(encoder, transform, arrays, trainer, specs)
+
+
+def pairs_to_adapt_to(
+    config: Config, data: TrainingData, split: Split, encoder: encoding.FeatureEncoder, specs: Mapping[str, Device]
+) -> encoding.PairArrays | None:
+    """Programs of ``data.adapt``, each with every device to adapt to, for the loss's CMD: what embeddings depend on. Pairs that
+    validate or test are left out. None without CMD; PredictorError if no pair is left."""
+    if not config.loss.cmd_weight:
+        return None
+    if (names := config.data.adapt_devices) is None:
+        devices = [device for device in specs.values() if device.kind == "cpu"]
+    else:
+        devices = [data.devices.get(name) or get_device(name) for name in names]
+    hidden = data.labels.iloc[np.concatenate([split.valid, split.test])]
+    tested, programs = {*zip(hidden["program"], hidden["device"], strict=True)}, sorted(data.unlabelled)
+    program, device = np.nonzero([[(name, each.name) not in tested for each in devices] for name in programs])
+    if not len(program):
+        raise PredictorError("loss.cmd_weight is above 0, but there are no programs to adapt to: name datasets in data.adapt")
+    asts = [data.unlabelled[name] for name in programs]
+    known = encoder.encode_devices(np.stack([device_features(each) for each in devices]))
+    return encoding.PairArrays.encode(encoder, asts, known, program, device, None, None)
 
 
 def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative: bool) -> encoding.LabelledArrays:
@@ -268,8 +290,7 @@ def calibrated(predictor: Predictor, data: TrainingData, split: Split) -> Predic
     rows = split.valid
     if not len(rows) or not len(split.train):
         raise PredictorError("calibrating needs training and validation records")
-    hidden = np.concatenate([split.test, split.adapt])
-    scaling = fit_scaling(predictor.predict_rows, data, rows, hidden)
+    scaling = fit_scaling(predictor.predict_rows, data, rows, split.test)
     familiarity = Familiarity.fit(predictor.encoder, data, split.train, rows)
     predictor = replace(predictor, scaling=scaling, familiarity=familiarity)
 
@@ -295,7 +316,7 @@ def calibrated(predictor: Predictor, data: TrainingData, split: Split) -> Predic
         predictor,
         calibration=fit(NO_EVIDENCE),
         compiled_calibration=fit(code) if predictor.encoder.code_dim and code.code is not None else None,
-        measured_calibration=fit(Evidence.of_rows(data, rows, measured=True, hidden=hidden)),
+        measured_calibration=fit(Evidence.of_rows(data, rows, measured=True, hidden=split.test)),
     )
 
 

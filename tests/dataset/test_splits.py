@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -106,24 +105,6 @@ def test_a_held_out_device_is_not_in_training_but_for_allowed_tasks(data: Data, 
     assert not train & valid
 
 
-@given(labelled(), SEEDS, st.sampled_from([0.05, 0.3, 0.7]), SHOTS)
-def test_adapt_rows_leave_test_and_share_no_program(data: Data, seed: int, adapt: float, shots: set[str]) -> None:
-    labels, networks = data
-    few = f";tasks={'+'.join(sorted(shots))}" if shots else ""
-    for spec in (f"by_network:seed={seed}", f"by_device:seed={seed}{few}"):
-        without, split = make(spec, labels, networks), make(f"{spec};adapt={adapt}", labels, networks)
-        assert "adapt" not in json.loads(without.to_json()) and "adapt" not in without.spec
-        # only rows of test move, and every row of a program moves together
-        assert (split.train == without.train).all() and (split.valid == without.valid).all()
-        assert sorted([*split.test, *split.adapt]) == list(without.test)
-        programs = labels["program"]
-        assert not set(programs.iloc[split.adapt]) & set(programs.iloc[split.test])
-        assert len(split.adapt) or len(set(programs.iloc[without.test])) == 1
-        if split.kind == "by_device":
-            assert set(labels["device"].iloc[split.adapt]) <= set(split.held_out)
-            assert not set(labels["task"].iloc[split.adapt]) & shots
-
-
 SHARED = {"t0": ("a",), "t1": ("a", "b"), "t2": ("b",), "t3": ("c",), "t4": ("c", "b"), "t5": ("b",)}
 SIZES = {"t0": ("resnet18",), "t1": ("resnet18@b4",), "t2": ("vgg",), "t3": ("vgg@b8",)}
 
@@ -223,9 +204,6 @@ def test_what_is_no_split_is_refused(text: str) -> None:
         ("by_task", lambda s: {"fingerprint": "0" * 16}, "another label table"),
         ("by_task", lambda s: {"valid": s.train[:1]}, "has a row twice"),
         ("by_task", lambda s: {"test": np.array([99])}, "rows outside"),
-        ("by_device:heldout=d1+d2;valid=0;adapt=0.4", lambda s: {"adapt": s.train[:1]}, "has a row twice"),
-        ("by_device:heldout=d1+d2;valid=0;adapt=0.4",
-         lambda s: {"adapt": s.adapt[1:], "test": np.append(s.test, s.adapt[0])}, "1 programs in adapt and test"),
         ("by_network:heldout=a;valid=0", lambda s: {"train": np.append(s.train, s.test[-1]), "test": s.test[:1]},
          "task t1 of held-out network a is in train"),
     ],

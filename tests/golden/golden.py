@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from cdmpp import CompactAST, Dataset, Predictor, Split, load_datasets, train
 from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen, save_codegen
 from cdmpp.dataset.importers import import_benchmark_hub, import_neusight
+from cdmpp.dataset.split import PARTS
 from cdmpp.predictor import load_config
 from cdmpp.predictor.data import AST_FILE
 from cdmpp.predictor.evidence import Evidence
@@ -65,9 +66,9 @@ TARGETS = {
 #: Specifications of splits, made of the golden dataset; the last is that of the weights that ship.
 SPLITS = (
     "by_network", "by_network:heldout=3;seed=1",
-    "by_network:heldout=swin_tiny+gpt2;valid=googlenet+vgg16;adapt=0.5;seed=2", "by_task",
+    "by_network:heldout=swin_tiny+gpt2;valid=googlenet+vgg16;seed=2", "by_task",
     "by_task:test=0.3;valid=0.2;seed=3", "within_task", "within_task:test=0.5;seed=4", f"by_device:heldout={CPUS[0]}",
-    f"by_device:heldout={CPUS[3]}+{CPUS[2]};adapt=0.5;seed=5",
+    f"by_device:heldout={CPUS[3]}+{CPUS[2]};seed=5",
     "by_network:heldout=densenet121+gcn+inception_v3+vgg16;valid=efficientnet_b0+gpt2+mlp_mixer+unet;others=0.1;seed=0",
 )  # fmt: skip
 
@@ -225,7 +226,7 @@ def splits(view: Any, specs: Sequence[str] = SPLITS) -> dict[str, dict[str, list
     for spec in specs:
         split = Split.parse(spec, labels, view.tasks, view.network_families)
         found[spec] = {}
-        for part in ("train", "valid", "test", "adapt"):
+        for part in PARTS:
             rows = labels.iloc[split.part(part)]
             lines = sorted(rows["program"].astype(str) + " " + rows["device"].astype(str))
             found[spec][part] = [len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]]

@@ -92,6 +92,8 @@ def test_choice_of_devices_and_groups_of_shared_tasks(folder, data, caplog):
     assert len(gather(folder, DataConfig(devices=("h200", "h201")))) == 33 and "no label is of device h201" in caplog.text
     with pytest.raises(DatasetError, match="no ok record is left"):
         gather(folder, DataConfig(devices=("v100-sxm2",)))
+    adapting = gather(folder, DataConfig(devices=("h200",), adapt=(str(folder),)))
+    assert adapting.unlabelled.keys() > adapting.asts.keys() and not data.unlabelled  # programs of other devices, too
     assert set(data.members("network")) == {("one", "two"), ("two",), ("three",)}
     assert set(data.members("family")) == {("mlp",), ("cnn",)}
 

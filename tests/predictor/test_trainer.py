@@ -15,14 +15,21 @@ from cdmpp.predictor.config import config_from_dict
 from cdmpp.predictor.data import split_data
 from cdmpp.predictor.trainer import learning_rate
 from cdmpp.predictor.training import prepare
-from tests.samples.training import changed, with_counts
+from tests.samples.training import changed, make_ast, with_counts
 
 
 @pytest.fixture()
-def make_trainer(data, config):
-    def make(spec="by_task:seed=0", loss=None, model=None, **train):
-        own = changed(config, train=train, loss=loss or {}, model=model or {})
-        return prepare(own, data, split_data(spec, data)).trainer
+def unlike():
+    """Programs without labels, thirty times as large as those that have some."""
+    rng = np.random.default_rng(9)
+    return {f"u{i}": make_ast(rng, 1 + i % 4, scale=30.0) for i in range(200)}
+
+
+@pytest.fixture()
+def make_trainer(data, config, unlike):
+    def make(spec="by_task:seed=0", loss=None, model=None, adapt_devices=None, **train):
+        own = changed(config, train=train, loss=loss or {}, model=model or {}, data={"adapt_devices": adapt_devices})
+        return prepare(own, replace(data, unlabelled=unlike), split_data(spec, data)).trainer
 
     return make
 
@@ -54,10 +61,7 @@ def test_the_callers_random_state_is_left_alone(make_trainer):
     assert torch.equal(torch.rand(3), expected)
 
 
-ADAPT = "by_network:heldout=net0;valid=0.2;adapt=0.5;seed=0"
-
-
-@pytest.mark.parametrize(("cut", "options"), [(1, {}), (3, {}), (2, {"spec": ADAPT, "loss": {"cmd_weight": 0.5}})])
+@pytest.mark.parametrize(("cut", "options"), [(1, {}), (3, {}), (2, {"loss": {"cmd_weight": 0.5}})])
 def test_resuming_gives_the_result_of_an_unbroken_run(make_trainer, tmp_path, cut, options):
     unbroken = []
     expected = make_trainer(epochs=4, **options).fit(progress=unbroken.append)
@@ -123,40 +127,42 @@ def test_a_checkpoint_of_another_run_or_damaged_is_refused(make_trainer, tmp_pat
             load_checkpoint(unreadable, "this run")
 
 
-@pytest.mark.parametrize("spec", [ADAPT, "by_device:heldout=fast;adapt=0.5;seed=0"])
-def test_cmd_draws_the_domains_together(make_trainer, spec):
+@pytest.mark.parametrize(
+    ("spec", "devices"), [("by_network:heldout=net0;valid=0.2", None), ("by_device:heldout=fast", ["fast"])]
+)
+def test_cmd_draws_the_domains_together(make_trainer, spec, devices):
     """The discrepancy falls far below what it is where its weight is next to nothing."""
     last = {}
     for weight in (1e-9, 3.0):
         lines = []
-        trainer = make_trainer(spec, {"cmd_weight": weight}, epochs=6, patience=6, ema_decay=0.0)
+        trainer = make_trainer(spec, {"cmd_weight": weight}, None, devices, epochs=6, patience=6, ema_decay=0.0)
         trainer.fit(progress=lines.append)
         last[weight] = lines[-1]["train_cmd"]
     assert last[3.0] < 0.7 * last[1e-9]
 
 
-def test_labels_of_the_adapted_part_change_nothing(data, config):
-    """Neither do labels and programs of the tested part."""
+def test_what_is_tested_changes_nothing_with_cmd_either(data, config, unlike):
     config = changed(config, loss={"cmd_weight": 1.0}, train={"epochs": 2})
-    split = split_data(ADAPT, data)
-    assert len(split.adapt) and len(split.test)
+    split = split_data("by_network:heldout=net0;valid=0.2;seed=0", data)
+    data = replace(data, unlabelled={**data.asts, **unlike})
     expected = prepare(config, data, split).trainer.fit().best
     latency_s = data.labels["latency_s"].to_numpy().copy()
-    latency_s[np.concatenate([split.adapt, split.test])] *= 77
+    latency_s[split.test] *= 77
     tested = set(data.labels["program"].iloc[split.test])
     asts = {p: replace(ast, leaves=ast.leaves * 99) if p in tested else ast for p, ast in data.asts.items()}
-    wild = replace(data, labels=data.labels.assign(latency_s=latency_s), asts=asts)
+    wild = replace(data, labels=data.labels.assign(latency_s=latency_s), asts=asts, unlabelled={**asts, **unlike})
     assert_same(prepare(config, wild, split).trainer.fit().best, expected)
-    # programs of the adapted part do
-    seen = set(data.labels["program"].iloc[split.adapt])
-    asts = {p: replace(ast, leaves=ast.leaves * 99) if p in seen else ast for p, ast in data.asts.items()}
-    other = prepare(config, replace(data, asts=asts), split).trainer.fit().best
+    # programs to adapt to do
+    more = {**data.asts, **{p: replace(ast, leaves=ast.leaves * 99) for p, ast in unlike.items()}}
+    other = prepare(config, replace(data, unlabelled=more), split).trainer.fit().best
     assert any(not torch.equal(expected[name], other[name]) for name in expected)
 
 
-def test_cmd_needs_programs_to_adapt_to(make_trainer):
-    with pytest.raises(PredictorError, match=r"no programs to adapt to: .* adapt=0\.3"):
-        make_trainer(loss={"cmd_weight": 1.0})
+def test_cmd_needs_programs_to_adapt_to(data, config):
+    split = split_data("by_network:heldout=net0;valid=0.2", data)
+    tested = {program: data.asts[program] for program in data.labels["program"].iloc[split.test]}
+    with pytest.raises(PredictorError, match=r"no programs to adapt to: name datasets in data\.adapt"):
+        prepare(changed(config, loss={"cmd_weight": 1.0}), replace(data, unlabelled=tested), split)
 
 
 def test_instruction_counts_are_learnt_where_there_are_some(data, config):

@@ -20,7 +20,7 @@ from cdmpp.program.codegen import CODEGEN_FEATURES
 from cdmpp.program.codegen.core import counts_key
 from tests.samples.training import make_data, small_config
 
-SPEC = "by_network:heldout=net0;valid=0.2;adapt=0.5;seed=0"
+SPEC = "by_network:heldout=net0;valid=0.2;seed=0"
 #: Rows of a batch; of a batch of one row the second process has none.
 ROWS = (33, 1)
 
@@ -35,7 +35,7 @@ def whole_loss() -> tuple[Config, TrainingData]:
         for program in list(data.asts)[::3]
         for device in data.devices.values()
     }
-    return config.model_copy(update={"loss": loss}), replace(data, codegen=counts)
+    return config.model_copy(update={"loss": loss}), replace(data, codegen=counts, unlabelled=make_data(6, 12, seed=1).asts)
 
 
 def gradients(rows: int, processes: Processes | None = None) -> dict[str, torch.Tensor]:
