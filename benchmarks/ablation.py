@@ -4,8 +4,10 @@
     python benchmarks/ablation.py --less tasks programs networks --split by_network --json learning_curve.json
 
 Each variant changes one thing in a configuration. The last lines compare the compact AST's features with TVM's PerStoreFeature
-under one model (gradient-boosted trees). CMD adapts to the programs that the configuration's ``data.adapt`` names. A second
-row is the same predictor given the compiled code.
+under one model (gradient-boosted trees). A second row is the same predictor given the compiled code. CMD adapts to the programs
+of ``--adapt``, which need no label; some of the held-out networks are drawn by
+``cdmpp profile densenet121 gcn inception_v3 vgg16 --compile-only --programs-per-task 8 --seed 77 --device epyc-zen4-2.6ghz@1
+--out runs/adapt``.
 
 With ``--less`` the models stay as they are, and only a fraction of the training part is kept, drawn by the seed: of the tasks
 (with all their programs), of the programs of every task, or of the networks (with all their tasks). It shows what to collect.
@@ -103,7 +105,9 @@ def main() -> None:
         parser.error("fractions are above 0 and at most 1")
 
     config = load_config(args.config)
-    data = gather(args.data, config.data.model_copy(update={"devices": args.devices}))
+    chosen = {"devices": args.devices, "adapt": args.adapt, "adapt_devices": args.adapt_devices}
+    config = config.model_copy(update={"data": config.data.model_copy(update=chosen)})
+    data = gather(args.data, config.data)
     options = {"records": len(data), "split": args.split, "config": config.model_dump(mode="json")}
     results = Results(args.json, provenance(__file__, args.data, seeds=args.seeds), options, figures)
     for seed in args.seeds:
