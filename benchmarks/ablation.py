@@ -105,8 +105,8 @@ def main() -> None:
         parser.error("fractions are above 0 and at most 1")
 
     config = load_config(args.config)
-    chosen = {"devices": args.devices, "adapt": args.adapt, "adapt_devices": args.adapt_devices}
-    config = config.model_copy(update={"data": config.data.model_copy(update=chosen)})
+    chosen = {name: getattr(args, name) for name in ("devices", "adapt", "adapt_devices")}
+    config = config_from_dict({**config.model_dump(mode="json"), "data": {**config.data.model_dump(mode="json"), **chosen}})
     data = gather(args.data, config.data)
     options = {"records": len(data), "split": args.split, "config": config.model_dump(mode="json")}
     results = Results(args.json, provenance(__file__, args.data, seeds=args.seeds), options, figures)
