@@ -358,6 +358,15 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     )
 
 
+def least_s(table: pd.DataFrame, device: Device) -> FloatArray:
+    """Seconds that a GPU's memory needs for what its caches cannot hold, each byte once, at the specified bandwidth, float64
+    (n,): no operator is faster. 0 where the bandwidth is not known, and for CPUs."""
+    if device.kind != "gpu" or not device.bandwidth_gb_s:
+        return np.zeros(len(table))
+    todo, cache = work(table), 1024.0 * max(device.l2_kb or 0.0, device.l3_kb or 0.0)
+    return np.maximum(todo["read"] + todo["written"] - cache, 0.0) / (1e9 * device.bandwidth_gb_s)
+
+
 def _attention(size: dict[str, FloatArray], cores: float, device: Device) -> tuple[FloatArray, FloatArray, FloatArray]:
     """FLOP of the busiest core for many queries, softmax included, scores that it computes, and blocks by what they start in.
 

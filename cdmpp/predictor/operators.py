@@ -28,7 +28,7 @@ from cdmpp.errors import PredictorError, raised_as
 from cdmpp.files import read_json, write_text
 from cdmpp.predictor.checkpoint import load_tensors, save_tensors
 from cdmpp.predictor.encoding import Correction, waves
-from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, Mechanism, mechanism, without_unit
+from cdmpp.predictor.mechanism import MECHANISM_FEATURES, Constants, Mechanism, least_s, mechanism, without_unit
 from cdmpp.program.aten import runs_without_onednn
 from cdmpp.program.operators import ELEMENT_BYTES, OPERATORS, SIZES, WEIGHTS_ONLY, operator_table, operator_text
 
@@ -167,7 +167,7 @@ class OperatorModel:
         if (taught := self.corrections.get(resolved.name)) is not None:
             logs = logs + taught.logs(np.concatenate(self.traits(table, resolved), axis=1))
         alone = ((table["op"] == "all_reduce") & (table["num_workers"] < 2)).to_numpy()  # one rank has nothing to add up
-        return np.where(alone, 0.0, estimate * np.exp(logs))
+        return np.where(alone, 0.0, np.maximum(estimate * np.exp(logs), least_s(table, resolved)))
 
     def measured_on(self, device: Device) -> set[str]:
         """Kinds of operators with labels on a device, or on as many cores of a CPU of the same microarchitecture."""

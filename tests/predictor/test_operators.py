@@ -44,6 +44,12 @@ def test_no_product_beats_its_device(size: tuple[int, int, int], name: str) -> N
     assert least_s <= mechanism(table, device).estimate(Constants())[0] < np.inf
 
 
+def test_nothing_is_faster_than_memory_delivers_what_caches_cannot_hold() -> None:
+    table = operator_table([{"op": "softmax", "dtype": "bfloat16", "m": 2**20, "n": 8192}])
+    cached = 96 * 2**20  # of an L40S, whose memory delivers 864 GB/s
+    assert SHIPPED.predict(table, "l40s")[0] >= (2 * 2 * 2**20 * 8192 - cached) / 864e9
+
+
 def test_waves_make_steps_and_blocks_of_attention_are_dealt_out() -> None:
     a100, l40s = get_device("a100-sxm4-80gb"), get_device("l40s")  # 108 and 142 cores
     full, more = mechanism(gemms([(128 * 27, 256 * 4, 8192), (128 * 27 + 1, 256 * 4, 8192)]), a100).matrix_s
