@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 #: Options of ``cdmpp profile`` that are taken by all, by --compile-only, and for a GPU.
 _BY_ALL = "device out resume library compile_only"
 _TO_COMPILE = f"{_BY_ALL} programs_per_task builders build_timeout_s object_cache max_seconds seed"
-_OF_GPUS = f"{_BY_ALL} programs_per_task builders build_timeout_s run_timeout_s limit max_seconds seed"
+_OF_GPUS = f"{_BY_ALL} tasks programs_per_task builders build_timeout_s run_timeout_s limit max_seconds seed"
+_TASKS = "only these tasks (JSON with 'tasks', or one hash per line)"
 
 
 def _add_profile(sub: ui.Parser) -> None:
-    from cdmpp.profiler.session import ProfileConfig
+    from cdmpp.profiler.session import ProfileConfig, read_task_file
 
     sub.add_argument("networks", nargs="*", metavar="NETWORK", help=ui.NETWORKS)
     ui.add(sub, "device", default="this-cpu@1")
     ui.add(sub, "out", required=True, help="dataset folder")
     ui.add(sub, "resume")
-    ui.add(sub, "tasks", metavar="FILE", help="measure only these tasks (JSON with 'tasks', or one hash per line)")
+    ui.add(sub, "tasks", metavar="FILE", type=read_task_file, help=_TASKS)
     ui.add(sub, "programs_of", metavar="DIR", help="measure the programs of this dataset instead")
     ui.add(sub, "remeasure", action="store_true", help="with --programs-of: also measure again what --out has")
     ui.add(sub, "library", action="store_true", help="measure PyTorch's own kernels in place of TVM's programs")
@@ -42,7 +43,7 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
     cdmpp profile zoo --library --out runs/library --resume    PyTorch's own operators
     """
     from cdmpp.device import get_device
-    from cdmpp.profiler.session import ProfileConfig, profile, read_task_file
+    from cdmpp.profiler.session import ProfileConfig, profile
 
     networks = ui.networks_of(args.networks)
     if bool(networks) == bool(args.programs_of):
@@ -70,8 +71,7 @@ def _profile(args: ui.Namespace, console: Console, errors: Console) -> Any:
     if args.ray is None and args.rpc is None and get_device(args.device).kind == "gpu":
         return _profile_gpu(networks, args, console, errors)
     with ui.Bar(errors, "measuring") as bar:
-        tasks = None if args.tasks is None else read_task_file(args.tasks)
-        chosen: dict[str, Any] = {"tasks": tasks, "programs_of": args.programs_of, "remeasure": args.remeasure}
+        chosen: dict[str, Any] = {"tasks": args.tasks, "programs_of": args.programs_of, "remeasure": args.remeasure}
         report = profile(networks, config=ui.settings(args, ProfileConfig), **chosen, **_run(args, bar))
     ui.say(
         console,
@@ -106,18 +106,20 @@ def _profile_gpu(networks: list[str], args: ui.Namespace, console: Console, erro
     ui.refuse(args, _add_profile, _OF_GPUS, more)
     with ui.Bar(errors, "measuring") as bar:
         build, measure = ui.settings(args, BundleConfig), ui.settings(args, MeasureConfig)
-        report = profile_gpu(networks, bundle_config=build, measure_config=measure, **_run(args, bar))
+        report = profile_gpu(networks, bundle_config=build, measure_config=measure, tasks=args.tasks, **_run(args, bar))
     return _shown(report, console)
 
 
 def _add_bundle(sub: ui.Parser) -> None:
     from cdmpp.profiler.gpu.make import BundleConfig
+    from cdmpp.profiler.session import read_task_file
 
     sub.add_argument("networks", nargs="+", metavar="NETWORK", help=ui.NETWORKS)
     ui.add(sub, "device", required=True, help="a CUDA device, such as h200")
     ui.add(sub, "out", required=True, metavar="FILE", help="the bundle")
     ui.add(sub, "resume")
     ui.add(sub, "code", choices=("both", "cubin", "source"), default="both", help="form of the code in the bundle")
+    ui.add(sub, "tasks", metavar="FILE", type=read_task_file, help=_TASKS)
     ui.add(sub, "tasks_of", metavar="DIR", help="a dataset that has the tasks of these networks")
     ui.add(sub, "mutants_of", metavar="DIR", help="records on D: mutate their fastest programs")
     ui.add_settings(sub, BundleConfig)
@@ -133,7 +135,7 @@ def _bundle(args: ui.Namespace, console: Console, errors: Console) -> Any:
 
     with ui.Bar(errors, "compiling") as bar:
         config = ui.settings(args, BundleConfig, cubins=args.code != "source", sources=args.code != "cubin")
-        drawn = {"tasks_of": args.tasks_of, "mutants_of": args.mutants_of}
+        drawn = {"tasks": args.tasks, "tasks_of": args.tasks_of, "mutants_of": args.mutants_of}
         report = make_bundle(ui.networks_of(args.networks), config=config, **drawn, **_run(args, bar))
     ui.say(
         console,

@@ -7,7 +7,7 @@ import logging
 import random
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,10 +35,11 @@ def network_tasks(
     *,
     tasks_of: str | Path | None = None,
     resumed: Path | None = None,
+    wanted: Collection[str] | None = None,
 ) -> tuple[list[Task], dict[str, str]]:
-    """Tasks of networks, and the networks' families. As importing the whole zoo takes minutes, tasks are read from the dataset
-    `tasks_of`; or from `resumed` if it records that it has all of them and all networks are from the zoo, where a name
-    identifies a network. NetworkError: a network is unknown or cannot be imported; ProfilerError: there is no task."""
+    """Tasks of networks (`wanted` ones, by hash; None: all), and the networks' families. As importing the zoo takes minutes,
+    tasks are read from the dataset `tasks_of`; or from `resumed` if it records that it has all of them and all networks are
+    from the zoo, where a name identifies one. NetworkError: a network cannot be imported; ProfilerError: no such task."""
     from cdmpp.program.network import extract_tasks, load_network
 
     loaded = [load_network(n) for n in networks]
@@ -54,6 +55,9 @@ def network_tasks(
         tasks = [t for t in stored.tasks.values() if names & set(t.networks)]
     else:
         tasks = extract_tasks(loaded, progress=lambda name, i, n: notify(f"importing {name} ({i}/{n})"))
+    if missing := {*(wanted or ())} - {task.hash for task in tasks}:
+        raise ProfilerError(f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}")
+    tasks = [task for task in tasks if wanted is None or task.hash in wanted]
     if not tasks:
         raise ProfilerError("no task of these networks")
     notify(f"{len(tasks)} tasks of {len(loaded)} networks")

@@ -278,21 +278,16 @@ def _plan(
     plan: Plan
     if programs_of is not None:
         source = Dataset.open(programs_of)
-        families, where = dict(source.network_families), f"those that {programs_of} has latencies of"
-        plan = replay_plan(source, limit=config.limit, tasks=tasks, seed=config.seed)
+        plan, families = replay_plan(source, limit=config.limit, tasks=tasks, seed=config.seed), dict(source.network_families)
+        if not plan.tasks:
+            raise ProfilerError(f"no task: none of the tasks asked for is among those that {programs_of} has latencies of")
     else:
-        chosen, families = network_tasks(networks, notify, resumed=path)
-        where, missing = "these networks", set(tasks or ()) - {task.hash for task in chosen}
-        if missing:
-            raise ProfilerError(f"{len(missing)} wanted tasks are not of these networks, first {min(missing)}")
-        chosen = [task for task in chosen if tasks is None or task.hash in tasks]
+        chosen, families = network_tasks(networks, notify, resumed=path, wanted=tasks)
         if config.unscheduled:
             plan = unscheduled_plan(chosen)
         else:
             count, fraction = config.programs_per_task, config.search_fraction
             plan = TaskPlan(chosen, count, search_fraction=fraction, num_cores=threads, seed=config.seed)
-    if not plan.tasks:
-        raise ProfilerError(f"no task to profile: none of the tasks asked for is among {where}")
     return plan, families
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,7 @@ def make_bundle(
     device: str | Device,
     out: str | Path,
     config: BundleConfig | None = None,
+    tasks: Collection[str] | None = None,
     tasks_of: str | Path | None = None,
     mutants_of: str | Path | None = None,
     resume: bool = False,
@@ -188,10 +189,10 @@ def make_bundle(
 ) -> BundleReport:
     """Compile programs of networks (zoo names, ``.onnx`` or ``.pt2`` files) for another machine's CUDA GPU, such as ``h200``.
 
-    ``tasks_of`` is a dataset that has the tasks of these networks. With ``mutants_of``, a dataset measured on this device,
-    mutants of each task's fastest programs are drawn instead of random points (the region that a tuner visits). ``progress``
-    counts programs that can run. ProfilerError if the device is no CUDA device, has no compiler, or there is no task.
-    BundleError if the file exists, or an unfinished one exists and `resume` is False."""
+    ``tasks`` are hashes of tasks (None: all); ``tasks_of`` is a dataset that has those of these networks. With ``mutants_of``,
+    a dataset measured on this device, mutants of each task's fastest programs are drawn instead of random points (the region
+    that a tuner visits). ``progress`` counts programs that can run. ProfilerError if the device is no CUDA device, has no
+    compiler, or there is no such task. BundleError: the file exists, or an unfinished one exists and `resume` is False."""
     config, notify = config or BundleConfig(), notify or logger.info
     device = get_device(device)
     arch = cuda_arch(device)
@@ -204,14 +205,14 @@ def make_bundle(
         raise BundleError(f"{out} exists: choose another file")
     if unfinished.exists() and not resume:
         raise BundleError(f"{out} is half made: go on with --resume, or remove {unfinished}")
-    tasks, families = network_tasks(networks, notify, tasks_of=tasks_of)
+    chosen, families = network_tasks(networks, notify, tasks_of=tasks_of, wanted=tasks)
     parents = {} if mutants_of is None else _fastest(mutants_of, device.base)
     if mutants_of is not None:
-        tasks = [t for t in tasks if t.hash in parents]
-        if not tasks:
+        chosen = [task for task in chosen if task.hash in parents]
+        if not chosen:
             raise ProfilerError(f"{mutants_of} has no measured program of these tasks on {device.name}")
     draft = _Draft(unfinished, arch)
-    plans = {task.hash: _TaskPlan(task, parents.get(task.hash, ()), config, draft) for task in tasks}
+    plans = {task.hash: _TaskPlan(task, parents.get(task.hash, ()), config, draft) for task in chosen}
     bundle, started, before = draft.bundle, time.perf_counter(), len(draft.bundle.kernels)
     try:
         with Engine(BuildOnly(config, (KernelBuilder, (arch, device.target), 10))) as engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -261,13 +261,14 @@ def profile_gpu(
     out: str | Path,
     bundle_config: BundleConfig | None = None,
     measure_config: MeasureConfig | None = None,
+    tasks: Collection[str] | None = None,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> MeasureReport:
-    """Measure programs of networks on a GPU of this machine. This needs TVM and cupy here; otherwise run ``cdmpp bundle`` and
-    ``cdmpp measure`` on two machines. `out` becomes the dataset and contains the bundle, which is for the whole device even if
-    a share is measured. ProfilerError, before anything is compiled, if there is no GPU or one of another model."""
+    """Measure programs of networks (`tasks`: of these alone) on a GPU of this machine. This needs TVM and cupy here; otherwise
+    run ``cdmpp bundle`` and ``cdmpp measure`` on two machines. `out` becomes the dataset and contains the bundle, which is for
+    the whole device even if a share is measured. ProfilerError, before anything is compiled: there is no such GPU here."""
     measure_config = measure_config or MeasureConfig()
     known = get_device(device)
     if measure_config.gpu == MeasureConfig().gpu:
@@ -275,12 +276,11 @@ def profile_gpu(
         if not is_model(here, known.model):
             raise ProfilerError(f"{known.name} is not here, this machine has a {here}: {ELSEWHERE}")
     path = Path(out) / BUNDLE_FILE
+    run: dict[str, Any] = {"resume": resume, "progress": progress, "notify": notify}
     if not (resume and path.exists()):
         path.parent.mkdir(parents=True, exist_ok=True)
-        make_bundle(
-            networks, device=known.base, out=path, config=bundle_config, resume=resume, progress=progress, notify=notify
-        )
-    return measure(path, out=out, device=known.name, config=measure_config, resume=resume, progress=progress, notify=notify)
+        make_bundle(networks, device=known.base, out=path, config=bundle_config, tasks=tasks, **run)
+    return measure(path, out=out, device=known.name, config=measure_config, **run)
 
 
 def check_gpu(elsewhere: str = ELSEWHERE) -> str:

@@ -144,6 +144,11 @@ def test_a_bundle_is_made_read_and_rebuilt(source: Path, tmp_path: Path) -> None
     with pytest.raises(BundleError, match="exists"):
         make_bundle(["mlp"], device="h200", out=out, config=CONFIG, tasks_of=source)
 
+    chosen = {"device": "h200", "config": CONFIG, "tasks_of": source, "out": tmp_path / "y.bundle"}
+    assert make_bundle(["mlp"], tasks=[matmul_task(32).hash], **chosen).tasks == 1
+    with pytest.raises(ProfilerError, match="1 wanted tasks are not of these networks"):
+        make_bundle(["mlp"], tasks=["0123456789abcdef"], **{**chosen, "out": tmp_path / "z.bundle"})
+
 
 @pytest.mark.usefixtures("compiler")
 def test_a_half_made_bundle_goes_on_where_it_was(source: Path, tmp_path: Path) -> None:

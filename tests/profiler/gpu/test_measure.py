@@ -157,7 +157,9 @@ def test_compiling_and_measuring_in_one_go(tmp_path: Path, monkeypatch: pytest.M
 
 def test_without_a_gpu_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    for options, message in (((), r"needs cupy.*cdmpp bundle.*cdmpp measure"), (("--remeasure",), "--remeasure is for CPUs")):
+    (tasks := tmp_path / "tasks.txt").write_text("0123456789abcdef")
+    refused, no_gpu = (("--remeasure",), "--remeasure is for CPUs"), r"needs cupy.*cdmpp bundle.*cdmpp measure"
+    for options, message in (((), no_gpu), (("--tasks", tasks), no_gpu), refused):
         command("profile", "mlp", "--device", "h200", *options, "--out", tmp_path / "d", code=2)
         assert re.search(message, command.err.replace("\n", " "))
     assert not (tmp_path / "d").exists()
