@@ -158,7 +158,6 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
     """
     from cdmpp.dataset.operators import operator_folders
     from cdmpp.predictor import evaluate, finetune
-    from cdmpp.predictor.predictor import load_predictor
     from cdmpp.profiler.session import read_task_file
 
     if not args.data:
@@ -170,8 +169,7 @@ def _finetune(args: Namespace, console: Console, errors: Console) -> Any:
         tasks = int(tasks) if tasks.isdigit() else read_task_file(tasks)
     select = args.select or "kmeans"
     with errors.status("learning"):
-        predictor = load_predictor(args.predictor)
-        result = finetune(predictor, args.data, args.device, args.out, tasks=tasks, select=select, seed=args.seed)
+        result = finetune(args.predictor, args.data, args.device, args.out, tasks=tasks, select=select, seed=args.seed)
     summary = {"task_file": str(result.task_file), "selection": result.selection.to_json(), "next_command": result.next_command}
     if result.predictor is None:
         say(console, f"There are no records of {args.device} yet. Measure the {len(result.selection.wanted)} tasks\n"

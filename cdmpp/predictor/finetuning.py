@@ -24,7 +24,7 @@ from cdmpp.predictor.correction import Fit, fit_correction
 from cdmpp.predictor.data import TrainingData, gather, split_data
 from cdmpp.predictor.encoding import AST, COMPILED
 from cdmpp.predictor.evidence import DeviceScaling, Evidence, fit_scaling
-from cdmpp.predictor.predictor import Predictor
+from cdmpp.predictor.predictor import Predictor, load_predictor
 from cdmpp.predictor.selection import TaskSelection, select_tasks, write_task_file
 from cdmpp.predictor.training import HISTORY_FILE
 
@@ -57,7 +57,7 @@ def finetune(
     select: str = "kmeans",
     seed: int = 0,
 ) -> FinetuneResult:
-    """Adapt a predictor (or the one in a folder) to a device by its records of the chosen tasks, and write a run folder. If
+    """Adapt a predictor, a folder's or ``"default"``, to a device by its records of the chosen tasks; writes a run folder. If
     there are no records of the device, the result is a file of the chosen tasks and the command that profiles them.
 
     ``datasets`` are data or dataset folders, with the device's records and others to choose tasks from. ``tasks`` is the number
@@ -70,7 +70,7 @@ def finetune(
     if any((out / name).exists() for name in (HISTORY_FILE, "predictor")):
         raise PredictorError(f"{out} holds a training run: choose another folder")
     source = _IN_MEMORY if isinstance(predictor, Predictor) else str(predictor)
-    base = predictor if isinstance(predictor, Predictor) else Predictor.load(predictor)
+    base = load_predictor(predictor)
     data = datasets if isinstance(datasets, TrainingData) else gather(datasets)
     unite_devices({"the predictor's training": base.specs, "the data": data.devices})
     name = _device_name(device, data)
