@@ -123,7 +123,7 @@ def measure_operators(
     on_cpu = here is not None and (clock is not None or here.base == get_device("this-cpu").base)
     if here is None or not on_cpu:
         if not torch.cuda.is_available():
-            raise ProfilerError("no GPU here that PyTorch can use: copy the list to a machine that has it")
+            raise ProfilerError(f"no {device or 'GPU'} here that PyTorch can use: copy the list to a machine that has it")
         found = get_device(torch.cuda.get_device_name())
         if here is not None and here.name != found.name:
             raise ProfilerError(f"the GPU here is {found.name}, not {here.name}")

@@ -131,6 +131,7 @@ def test_this_cpu_is_measured_for_real_and_no_gpu_is_one_line(tmp_path, command:
     assert 0 < load_operators(out)["seconds"][0] < 0.1 and used == {(1, 1)}, "on the cores of the share"
     assert set(load_operators(out)["kernel"]) == {"", "linear"}, "one has a bias"
     assert "no GPU here that PyTorch can use" in command.error("measure", path, "--out", tmp_path / "gpu")
+    assert "no graviton3@1 here" in command.error("measure", path, "--out", tmp_path / "gpu", "--device", "graviton3@1")
     (out / "measured.jsonl").write_text("{}\n")
     for to, said in ((out, "measured.jsonl is damaged"), (path, "cannot write")):
         assert said in command.error("measure", path, "--device", "this-cpu@1", "--out", to, "--resume")
