@@ -36,5 +36,5 @@ _PUBLIC = {
     "program.space": ["sample_programs"],
     "program.types": ["Program", "Space", "Task"],
 }
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["tuner"], _PUBLIC)
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["endtoend", "predictor", "tuner"], _PUBLIC)
 __all__.append("__version__")
