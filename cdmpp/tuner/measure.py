@@ -38,10 +38,6 @@ _OF_EACH = 4
 _BUILDERS_FED = 4
 
 
-class _Aborted(Exception):
-    """Ends the engine's loop without waiting for the programs under way."""
-
-
 class Measurer:
     """Measures programs in the background, with an `engine` that is not started yet; use as a context manager. Leaving it after
     an error or Ctrl-C ends builders and measuring processes at once; otherwise the submitted programs are finished first."""
@@ -66,8 +62,7 @@ class Measurer:
         if kind is not None:
             self.abort()
         self._thread.join()
-        aborted = self._abort.is_set() and kind is None
-        self._engine.__exit__(_Aborted if aborted else kind, value, trace)
+        self._engine.__exit__(CancelledError if self._abort.is_set() else None, value, trace)
 
     def submit(self, jobs: Sequence[BuildJob]) -> list[Future[Outcome]]:
         """Queue programs, and return a future for each; a program that is already under way keeps its future. A future has
@@ -94,14 +89,11 @@ class Measurer:
     def abort(self) -> None:
         """Give up all programs under way; their futures are cancelled."""
         self._abort.set()
-        # the engine does not ask for jobs while all that it has are being built
         self._engine.cancel()
         self._thread.join()
 
     def _jobs(self) -> Iterator[BuildJob | None]:
         while True:
-            if self._abort.is_set():
-                raise _Aborted
             closing = self._closing.is_set()
             with self._lock:
                 job = self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
@@ -117,10 +109,6 @@ class Measurer:
                     future = self._futures.pop(outcome.job.program.hash, None)
                 if future is not None:
                     future.set_result(outcome)
-                if self._abort.is_set():
-                    break
-        except _Aborted:
-            pass
         except BaseException as err:  # raised where a future is waited for
             error = err
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -72,6 +73,7 @@ class FakeEngine:
     def __init__(self, latency_s: Callable[[str], float | None] = made_up_latency_s, delay_s: float = 0.0) -> None:
         self._latency_s, self._delay_s = latency_s, delay_s
         self.measured: list[str] = []
+        self.cancelled = threading.Event()
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -80,10 +82,12 @@ class FakeEngine:
         pass
 
     def cancel(self) -> None:
-        pass
+        self.cancelled.set()
 
     def run(self, jobs: Iterator[BuildJob | None]) -> Iterator[Outcome]:
         for job in jobs:
+            if self.cancelled.is_set():
+                return
             if job is None:
                 time.sleep(0.001)
                 continue

@@ -81,7 +81,7 @@ def test_an_engine_that_fails_is_heard_of() -> None:
 @pytest.mark.parametrize("by", ["abort", "Ctrl-C"])
 def test_giving_up_does_not_wait(by: str) -> None:
     def latency_s(digest: str) -> float:  # the first program takes until the measurer gives up
-        measurer._abort.wait()
+        engine.cancelled.wait()
         return made_up_latency_s(digest)
 
     engine = FakeEngine(latency_s)
