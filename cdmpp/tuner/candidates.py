@@ -24,7 +24,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -333,17 +333,6 @@ _SHOWN = 4
 _KEPT = 512
 
 
-@dataclass
-class SearchCounts:
-    """Counts: children scored by the trees; programs replayed, and of these rejected by TVM, equal to another; proposed."""
-
-    judged: int = 0
-    replayed: int = 0
-    rejected: int = 0
-    equal: int = 0
-    proposed: int = 0
-
-
 class _Space:
     """A design space, from the JSON of its instructions: the possible decisions, and decisions as features."""
 
@@ -428,7 +417,8 @@ class DecisionSearch:
     ) -> None:
         self._tuner, self._score, self._batch, self._until = tuner, score, batch, until
         self._rng = random.Random(f"{tuner.task.hash}:{seed}")
-        self.counts = SearchCounts()
+        #: Children scored by the trees; programs replayed, and of these rejected by TVM, equal to another; proposed.
+        self.counts = dict.fromkeys(("judged", "replayed", "rejected", "equal", "proposed"), 0)
         #: The design spaces, and the index of each by the JSON of its instructions.
         self._spaces: list[_Space] = []
         self._numbers: dict[str, int] = {}
@@ -469,7 +459,7 @@ class DecisionSearch:
         new = [digest for digest in likeliest if digest not in known and digest not in self._proposed]
         chosen = self._chosen(new, batch)
         self._proposed.update(chosen)
-        self.counts.proposed += len(chosen)
+        self.counts["proposed"] += len(chosen)
         found = [self._tuner.candidate(self._kept[digest][1].sch) for digest in chosen]
         for digest in likeliest[_KEPT:]:
             del self._kept[digest]
@@ -491,7 +481,7 @@ class DecisionSearch:
     def describe(self) -> dict[str, int]:
         """Counts of the search, as JSON values; ``distinct`` is of programs, ``spaces`` of the spaces of programs kept."""
         spaces = {genes[0] for genes, _ in self._kept.values()}
-        return {**asdict(self.counts), "distinct": len(self._log_s), "spaces": len(spaces)}
+        return {**self.counts, "distinct": len(self._log_s), "spaces": len(spaces)}
 
     def _number(self, insts_json: str) -> int:
         """Index of a design space, which is parsed when it first occurs."""
@@ -520,14 +510,14 @@ class DecisionSearch:
             if genes in self._hashes or time.monotonic() >= self._until:
                 continue
             space = self._spaces[genes[0]]
-            self.counts.replayed += 1
+            self.counts["replayed"] += 1
             measure = self._tuner.measure_of(space.insts, [list(pair) for pair in genes[1]])
             if measure is None:
-                self.counts.rejected += 1
+                self.counts["rejected"] += 1
                 self._hashes[genes] = None
                 continue
             digest = structural_hash(measure.sch.mod["main"])
-            self.counts.equal += digest in self._log_s or digest in self._kept
+            self.counts["equal"] += digest in self._log_s or digest in self._kept
             self._hashes[genes] = digest
             if space.locations:
                 # if a location does not exist TVM took the nearest one
@@ -559,7 +549,7 @@ class DecisionSearch:
             fresh = sorted(children - self._hashes.keys() - judged.keys())
             if not fresh:
                 break
-            self.counts.judged += len(fresh)
+            self.counts["judged"] += len(fresh)
             judged.update(zip(fresh, judge(fresh).tolist(), strict=True))
             parents = sorted([*ranked, *((log_s, genes) for genes, log_s in judged.items())])[:_PARENTS]
         order = sorted(judged, key=judged.__getitem__)

@@ -64,7 +64,7 @@ def test_it_finds_faster_programs_than_as_many_drawn_blindly(tuner: TaskTuner) -
 
     search = DecisionSearch(tuner, score, 8, 1)
     found = score([c.measure for c in search.propose(set())])
-    blind = score([c.measure for c in tuner.sample(search.counts.replayed, 1)])
+    blind = score([c.measure for c in tuner.sample(search.counts["replayed"], 1)])
     assert found.min() <= blind.min() and found.mean() < np.sort(blind)[:8].mean()
 
 
@@ -80,7 +80,7 @@ def test_what_tvm_rejects_is_counted_and_what_failed_is_proposed_last(tuner: Tas
     monkeypatch.setattr(TaskTuner, "measure_of", half)
     search = DecisionSearch(tuner, lambda measures: np.full(len(measures), np.inf), 8, 0)
     assert len(search.propose(set())) == 4, "all that is known failed, it goes on nevertheless"
-    assert search.counts.rejected == len(refused) > 0
+    assert search.counts["rejected"] == len(refused) > 0
     monkeypatch.setattr(TaskTuner, "measure_of", lambda *_: None)
     assert DecisionSearch(tuner, by_hash, 4, 0).propose(set()) == []
 
@@ -88,6 +88,6 @@ def test_what_tvm_rejects_is_counted_and_what_failed_is_proposed_last(tuner: Tas
 def test_earlier_programs_are_parents_whatever_their_space(tuner: TaskTuner) -> None:
     earlier = tuner.sample(6, 3)
     search = DecisionSearch(tuner, by_hash, 4, 0, earlier)
-    assert search.counts.replayed < 16, "they are not replayed again"
+    assert search.counts["replayed"] < 16, "they are not replayed again"
     assert {c.hash for c in earlier} <= set(search._log_s)
     assert not {c.hash for c in earlier} & {c.hash for c in search.propose({c.hash for c in earlier})}
