@@ -46,7 +46,7 @@ from cdmpp.profiler.engine import BuildJob
 from cdmpp.program.network import extract_tasks
 from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import TaskTuner
-from cdmpp.tuner.config import Curve, Objective, Point, TuneConfig
+from cdmpp.tuner.config import Objective, Point, TuneConfig, curve_gain
 from cdmpp.tuner.measure import device_of_this_machine, make_engine
 from cdmpp.tuner.tuning import tune_tasks
 
@@ -223,7 +223,7 @@ def compare_trimmed(plain: Row, trimmed: Row) -> dict[str, float]:
 def stopped(plain: Row, trimmed: Row, least_gain: float) -> dict[str, float]:
     """The ratios if the trimmed run had ended where another minute promises less than `least_gain`, by the runs' own labels."""
     points = [Point(**point) for point in trimmed["curve"]]
-    gains = [Curve(points[: n + 1]).gain() for n in range(len(points))]
+    gains = [curve_gain(points[: n + 1]) for n in range(len(points))]
     end = next((n for n, gain in enumerate(gains) if gain is not None and gain < least_gain), -1)
     done = points[end].wall_s / trimmed["costs"]["wall_s"]
     latency = points[end].latency_s / plain["curve"][-1]["latency_s"]

@@ -7,8 +7,9 @@ line and exits with code 2. A failed measurement is not an exception but a recor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 #: Why a program has no latency. These are data: they train the validity model.
 FAILURE_KINDS: tuple[str, ...] = (
@@ -83,6 +84,13 @@ def reason(error: Exception) -> str:
     """The message of an error in one line; for an OSError without the path, which our own message already names."""
     missing = "no such file" * isinstance(error, FileNotFoundError)  # pyarrow's has nothing but the path
     return getattr(error, "strerror", None) or missing or " ".join(str(error).split())
+
+
+def check_above_0(error: type[CdmppError], values: Mapping[str, Any]) -> None:
+    """Raise ``error`` if one of these settings (by name) is a number that is not above 0."""
+    for name, value in values.items():
+        if isinstance(value, int | float) and not value > 0:
+            raise error(f"{name} is {value:g}, expected a number above 0")
 
 
 @contextmanager

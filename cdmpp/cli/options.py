@@ -339,8 +339,10 @@ class Bar:
 
     def tuning(self, state: Any) -> None:
         """Take the progress of a tuning."""
+        from cdmpp.tuner.config import curve_gain
+
         best, untuned = map(seconds_text, (state.latency_s, state.untuned_s))
-        gain, costs = state.curve.gain(), state.costs
+        gain, costs = curve_gain(state.curve), state.costs
         expected = "" if gain is None else f", next minute -{100 * gain:.1f} %"
         energy = "" if costs.energy_j is None else f", {costs.energy_j:.0f} J"
         text = f"best {best}, untuned {untuned}, {costs.wall_s:.0f} s ({costs.cpu_s:.0f} of CPUs{energy}), "

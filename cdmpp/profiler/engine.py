@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cdmpp.errors import ProfilerError
+from cdmpp.errors import ProfilerError, check_above_0
 from cdmpp.profiler import machine
 from cdmpp.profiler.machine import Worker, WorkerDied, requests
 from cdmpp.program.types import Program, Space, Task
@@ -88,9 +88,7 @@ class BuildConfig:
     build_timeout_s: float = 20.0
 
     def __post_init__(self) -> None:
-        for name in _ABOVE_0:
-            if isinstance(value := getattr(self, name, None), int | float) and not value > 0:
-                raise ProfilerError(f"{name} is {value:g}, expected a number above 0")
+        check_above_0(ProfilerError, {name: getattr(self, name, None) for name in _ABOVE_0})
         if not 0 <= (part := getattr(self, "search_fraction", 0)) <= 1:
             raise ProfilerError(f"search_fraction is {part:g}, expected 0 to 1")
 

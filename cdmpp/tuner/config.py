@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 
-from cdmpp.errors import TunerError
+from cdmpp.errors import TunerError, check_above_0
 
 if TYPE_CHECKING:
     from cdmpp.predictor import Predictor
@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from cdmpp.tuner.validity import ValidityModel
 
 
-#: Names of the limits in messages.
-_IN_WORDS = {
-    "trials": "the number of trials",
-    "max_measurements": "the number of measurements",
-    "budget_s": "the budget in seconds",
-    "cpu_budget_s": "the budget in CPU seconds",
-    "energy_budget_j": "the budget in joules",
-    "least_gain_per_minute": "the gain per minute to stop at",
-}
 #: Points that a forecast needs.
 _LEAST_POINTS = 4
 
@@ -44,15 +35,13 @@ class Objective:
     cpu_budget_s: float | None = None
     #: Joules of the whole device (:attr:`Costs.energy_j`).
     energy_budget_j: float | None = None
-    #: Stop if the next minute is expected to lower the network's latency by less than this fraction: see :meth:`Curve.gain`.
+    #: Stop if the next minute is expected to lower the network's latency by less than this fraction: see :func:`curve_gain`.
     least_gain_per_minute: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None and not value > 0:
-                raise TunerError(f"{_IN_WORDS[name]} must be above 0, got {value:g}")
+        check_above_0(TunerError, asdict(self))
 
-    def reached(self, costs: Costs, curve: Curve) -> str | None:
+    def reached(self, costs: Costs, curve: Sequence[Point]) -> str | None:
         """The reason to stop now, in words; None to go on."""
         if costs.trials >= self.trials:
             return f"{self.trials} trials"
@@ -68,7 +57,7 @@ class Objective:
         if self.energy_budget_j is not None and costs.energy_j is None and costs.wall_s > 0:
             return "energy is not counted, or was not in an earlier run: its budget cannot be kept"
         if self.least_gain_per_minute is not None:
-            gain = curve.gain()
+            gain = curve_gain(curve)
             if gain is not None and gain < self.least_gain_per_minute:
                 return f"another minute is expected to bring {100 * gain:.2g} %"
         return None
@@ -113,22 +102,16 @@ class Point:
     task: str = ""
 
 
-@dataclass
-class Curve:
-    """Latency against time; the first point is the untuned network if all of its tasks run untuned."""
-
-    points: list[Point] = field(default_factory=list)
-
-    def gain(self, seconds: float = 60.0) -> float | None:
-        """Expected decrease within the next `seconds`, as a fraction of the latency now; None with too few points. Tuning
-        curves are close to straight on logarithmic axes: ``log(latency) = a - b log(time)`` is fitted by least squares to the
-        points of the later three quarters of the time. The result is a guess about luck, while there are programs left."""
-        now = self.points[-1].wall_s if self.points else 0.0
-        recent = [p for p in self.points if p.wall_s >= now / 4 and p.wall_s > 0]
-        if len(recent) < _LEAST_POINTS or recent[0].wall_s == now:
-            return None
-        line = linear_regression([math.log(p.wall_s) for p in recent], [math.log(p.latency_s) for p in recent])
-        return max(0.0, 1 - (1 + seconds / now) ** line.slope)
+def curve_gain(curve: Sequence[Point], seconds: float = 60.0) -> float | None:
+    """Expected decrease within the next `seconds`, as a fraction of the latency now; None with too few points. Tuning curves
+    are close to straight on logarithmic axes: ``log(latency) = a - b log(time)`` is fitted by least squares to the points of
+    the later three quarters of the time. The result is a guess about luck, while there are programs left."""
+    now = curve[-1].wall_s if curve else 0.0
+    recent = [p for p in curve if p.wall_s >= now / 4 and p.wall_s > 0]
+    if len(recent) < _LEAST_POINTS or recent[0].wall_s == now:
+        return None
+    line = linear_regression([math.log(p.wall_s) for p in recent], [math.log(p.latency_s) for p in recent])
+    return max(0.0, 1 - (1 + seconds / now) ** line.slope)
 
 
 #: Names of the cost models on the command line.
@@ -208,13 +191,7 @@ class TuneConfig:
         if self.population < 2 or self.generations < 1:
             got = f"{self.population} and {self.generations}"
             raise TunerError(f"the search needs a population of 2 and a generation at least, got {got}")
-        counts = {"candidates of a round": self.batch, "workers": self.workers, "builders": self.builders}
-        counts["candidates compiled for each"] = self.compile
-        for name, number in counts.items():
-            if isinstance(number, int) and number < 1:
-                raise TunerError(f"{name}: one at least, got {number}")
-        for name, seconds in (("build", self.build_timeout_s), ("run", self.run_timeout_s)):
-            if not seconds > 0:
-                raise TunerError(f"the {name} timeout must be above 0 s, got {seconds:g}")
+        above_0 = ("batch", "workers", "builders", "compile", "build_timeout_s", "run_timeout_s")
+        check_above_0(TunerError, {name: getattr(self, name) for name in above_0})
         if self.trim is not None and not 0 < self.trim < 1:
             raise TunerError(f"the trimmer's coverage must be between 0 and 1, got {self.trim:g}")

@@ -292,7 +292,7 @@ class Progress:
         spent_s = self.count_costs(outcome)
         state.count(outcome.latency_s, outcome.job.program)
         if is_untuned(outcome.job.program):
-            if self.untuned_s is not None and not self.curve.points:
+            if self.untuned_s is not None and not self.curve:
                 self._note("")
             return
         self._under_way -= 1
@@ -340,7 +340,7 @@ class Progress:
         latency_s = self.latency_s
         if latency_s is not None:
             point = Point(self.costs.wall_s, self.costs.trials, self.costs.measurements, latency_s, task)
-            self.curve.points.append(point)
+            self.curve.append(point)
             self._store.add_point(point, self.costs)
         self._report(self)
 

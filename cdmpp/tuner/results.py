@@ -32,7 +32,7 @@ from cdmpp.profiler.engine import Outcome, add_outcome, last_line
 from cdmpp.program import import_tvm, quiet
 from cdmpp.program.types import Task
 from cdmpp.tuner.candidates import Candidate, TaskTuner, is_untuned
-from cdmpp.tuner.config import Costs, Curve, Point
+from cdmpp.tuner.config import Costs, Point
 from cdmpp.tuner.deployment import NetworkLatency
 from cdmpp.tuner.progress import TaskState
 
@@ -134,10 +134,11 @@ class TuningStore:
         with writing(path), path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def curve(self) -> tuple[Curve, Costs]:
-        """The curve so far and its costs; a line cut off by a crash is skipped."""
+    def curve(self) -> tuple[list[Point], Costs]:
+        """Latency against time so far, and its costs; the first point is the untuned network if all of its tasks run untuned.
+        A line cut off by a crash is skipped."""
         path = self.folder / CURVE_FILE
-        curve, costs = Curve(), Costs()
+        curve, costs = list[Point](), Costs()
         for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
             try:
                 entry = json.loads(line)
@@ -145,7 +146,7 @@ class TuningStore:
             except (ValueError, TypeError, KeyError):
                 logger.warning("%s: a damaged line was skipped", path)
                 continue
-            curve.points.append(point)
+            curve.append(point)
         return curve, costs
 
 
@@ -370,7 +371,7 @@ class TuneReport:
     #: Fraction of the latency that another minute is expected to save; None if unknown.
     gain_next_minute: float | None
     costs: Costs
-    curve: Curve
+    curve: list[Point]
     #: What cdmpp's cost model learned; empty for TVM's.
     learned: dict[str, Any] = field(default_factory=dict)
     #: Latencies of the whole network, compiled with and without the schedules; None if it was not run.
@@ -386,7 +387,7 @@ class TuneReport:
         return None if not (self.untuned_s and self.tuned_s) else self.untuned_s / self.tuned_s
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values: the fields, the points of the curve, and further values that scripts rely on."""
+        """The report as JSON values: the fields, and further values that scripts rely on."""
         found = asdict(self)
         network = self.network
         if network is not None:
@@ -394,7 +395,6 @@ class TuneReport:
             found["network"] |= {f"{name}_s": seconds for name, seconds in network.latency_s.items()}
         return {
             **found,
-            "curve": found["curve"]["points"],
             "costs": {**found["costs"], "cpu_s": self.costs.cpu_s},
             "speedup": self.speedup,
             "wall_s": self.costs.wall_s,
@@ -407,7 +407,7 @@ def write_report(report: TuneReport, folder: Path) -> None:
     text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
     with writing(folder / JSON_FILE):
         write_text(folder / JSON_FILE, text)
-    if not report.curve.points:
+    if not report.curve:
         return
     try:
         png = curve_figure(report)
@@ -435,7 +435,7 @@ def curve_figure(report: TuneReport) -> bytes:
     """Best latency against trials and against wall time, as the bytes of a PNG."""
     from matplotlib.figure import Figure
 
-    points = report.curve.points
+    points = report.curve
     figure = Figure(figsize=(11.0, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     latency_ms = [1e3 * p.latency_s for p in points]

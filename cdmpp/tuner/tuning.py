@@ -16,7 +16,7 @@ from cdmpp.program import import_tvm
 from cdmpp.program.network import Network
 from cdmpp.program.types import Task
 from cdmpp.tuner import measure, session
-from cdmpp.tuner.config import AUTO, TuneConfig
+from cdmpp.tuner.config import AUTO, TuneConfig, curve_gain
 from cdmpp.tuner.deployment import apply_database, import_network, measure_network, weighted_tasks
 from cdmpp.tuner.progress import Progress
 from cdmpp.tuner.results import TaskResult, TuneReport, TuningStore, check_folder, keep, write_report
@@ -200,7 +200,7 @@ class _Tuning:
             TaskResult.all_of(tasks, progress.states),
             progress.untuned_s,
             progress.latency_s,
-            progress.curve.gain(),
+            curve_gain(progress.curve),
             progress.costs,
             progress.curve,
             learned,

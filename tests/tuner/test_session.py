@@ -59,7 +59,7 @@ def test_it_measures_as_many_as_asked_and_keeps_the_best(tmp_path: Path, cost_mo
         of_task = dataset.records[dataset.records["task"] == task.task]
         scheduled = of_task[of_task["origin"] == "search"]["latency_s"]
         assert task.best_s == pytest.approx(scheduled.min())
-    latencies = [p.latency_s for p in report.curve.points]
+    latencies = [p.latency_s for p in report.curve]
     assert latencies[0] == report.untuned_s and latencies == sorted(latencies, reverse=True)
 
 
@@ -148,7 +148,7 @@ def test_interrupted_and_resumed_it_measures_nothing_twice(tmp_path: Path, two_c
     assert len(json_database(out)) == (recorded["origin"] == "search").sum()
     assert len(recorded) == 26, "what was under way when it was interrupted is not counted"
     assert report.costs.trials == 24
-    walls = [p.wall_s for p in report.curve.points]
+    walls = [p.wall_s for p in report.curve]
     assert walls == sorted(walls), "time goes on where it stopped"
 
 

@@ -83,11 +83,11 @@ def test_a_network_that_does_not_compile(network: Network) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"batch": 0}, "candidates of a round: one at least, got 0"), ({"workers": 0}, "workers: one at least"),
+        ({"batch": 0}, "batch is 0, expected a number above 0"), ({"workers": 0}, "workers is 0"),
         ({"workers": "many"}, "workers are a number or 'auto', got 'many'"),
-        ({"search": "blind"}, "no search 'blind'; there are cdmpp, metaschedule"),
-        ({"builders": 0}, "builders: one at least"), ({"build_timeout_s": 0.0}, "build timeout must be above 0 s"),
-        ({"run_timeout_s": float("nan")}, "run timeout must be above 0 s"),
+        ({"search": "blind"}, "no search 'blind'; there are cdmpp, metaschedule"), ({"compile": 0}, "compile is 0"),
+        ({"builders": 0}, "builders is 0"), ({"build_timeout_s": 0.0}, "build_timeout_s is 0"),
+        ({"run_timeout_s": float("nan")}, "run_timeout_s is nan, expected a number above 0"),
         ({"population": 1}, "a population of 2 and a generation at least, got 1 and 1"),
         ({"trim": 2.0}, "between 0 and 1, got 2"), ({"cost_model": "mlp"}, "no cost model 'mlp'"),
     ],

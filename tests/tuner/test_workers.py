@@ -69,7 +69,7 @@ def test_two_workers_measure_as_many_as_one(tmp_path: Path, started: list[Worker
         of_task = records[(records["task"] == task.task) & (records["origin"] == "search")]
         assert task.measured == len(of_task) > 0, "all tasks had a turn"
         assert task.best_s == pytest.approx(of_task["latency_s"].min())
-    latencies = [p.latency_s for p in report.curve.points]
+    latencies = [p.latency_s for p in report.curve]
     assert latencies[0] == report.untuned_s and latencies == sorted(latencies, reverse=True)
     if cost_model == "cdmpp":
         assert (report.learned["records"], report.learned["tasks"]) == (26, 3), "what both have learned"
