@@ -32,10 +32,6 @@ typedef int int32_t; typedef unsigned int uint32_t; typedef long long int64_t; t
 """
 
 
-class CompileError(ProfilerError):
-    """The compiler rejects a program; the message is the compiler's first error."""
-
-
 #: Kernel -> resources that it uses. Per thread: 32-bit ``registers``, ``stack_bytes`` (local arrays and spills),
 #: ``spill_store_bytes`` and ``spill_load_bytes`` (registers that did not fit). Per block: ``shared_bytes`` (static).
 Resources = Mapping[str, Mapping[str, int]]
@@ -49,14 +45,14 @@ _KERNEL = re.compile(
 
 
 def parse_ptxas(log: str) -> Resources:
-    """The resources of each kernel from the output of ``ptxas -v`` (CompileError if it lists none)."""
+    """The resources of each kernel from the output of ``ptxas -v`` (ProfilerError if it lists none)."""
     found = {}
     for match in _KERNEL.finditer(log):
         taken = match.groupdict(default="0")
         kernel = taken.pop("kernel")
         found[kernel] = {name: int(number) for name, number in taken.items()}
     if not found:
-        raise CompileError(f"ptxas does not say what kernels take: {log[:200]!r}")
+        raise ProfilerError(f"ptxas does not say what kernels take: {log[:200]!r}")
     return found
 
 
@@ -92,7 +88,7 @@ class NvccCompiler:
             options = "-cubin", "-O3", f"--gpu-architecture={arch}", *_OPTIONS
             done = self._run(*options, "-o", str(cubin), str(code), check=False)
             if done.returncode != 0:
-                raise CompileError(_first_error(done.stderr + done.stdout))
+                raise ProfilerError(_first_error(done.stderr + done.stdout))
             return cubin.read_bytes(), parse_ptxas(done.stderr + done.stdout)
 
 
@@ -118,7 +114,7 @@ class NvrtcCompiler:
 
     def _call(self, result: tuple[Any, ...]) -> tuple[Any, ...]:
         if int(result[0]) != 0:
-            raise CompileError(f"NVRTC: {result[0].name}")
+            raise ProfilerError(f"NVRTC: {result[0].name}")
         return result[1:]
 
     def compile(self, source: str, arch: str) -> tuple[bytes, Resources]:
@@ -135,7 +131,7 @@ class NvrtcCompiler:
             self._call(nvrtc.nvrtcGetProgramLog(program, said))
             log = said.rstrip(b"\0 ").decode(errors="replace")
             if int(status) != 0:
-                raise CompileError(_first_error(log) if log else f"NVRTC: {status.name}")
+                raise ProfilerError(_first_error(log) if log else f"NVRTC: {status.name}")
             (size,) = self._call(nvrtc.nvrtcGetCUBINSize(program))
             cubin = b" " * size
             self._call(nvrtc.nvrtcGetCUBIN(program, cubin))

@@ -13,7 +13,7 @@ from cdmpp.device import get_device
 from cdmpp.errors import BundleError, NetworkError, ProfilerError, ProgramError
 from cdmpp.profiler.gpu.build import CudaLowering
 from cdmpp.profiler.gpu.bundle import CudaProgram, Launch, read_bundle
-from cdmpp.profiler.gpu.compile import CompileError, CudaCompiler, NvccCompiler, find_compiler, find_nvcc, parse_ptxas
+from cdmpp.profiler.gpu.compile import CudaCompiler, NvccCompiler, find_compiler, find_nvcc, parse_ptxas
 from cdmpp.profiler.gpu.limits import arch_limits, block_registers, resource_fault, rule_fault
 from cdmpp.profiler.gpu.make import BundleConfig, make_bundle
 from cdmpp.program.space import Rebuilder, TaskSpaces
@@ -248,9 +248,9 @@ def test_nvcc_builds_cubins_and_says_why_not() -> None:
     assert cubin[:4] == b"\x7fELF"
     assert 0 < resources["main_kernel"]["registers"] < 32
     greedy = "{\n  __shared__ float s[20000]; s[threadIdx.x] = a[0]; __syncthreads(); a[1] = s[threadIdx.x ^ 1];\n"
-    with pytest.raises(CompileError, match="too much shared data"):
+    with pytest.raises(ProfilerError, match="too much shared data"):
         nvcc.compile(toy.replace("{\n", greedy), "sm_90")
-    with pytest.raises(CompileError, match="undefined_thing"):
+    with pytest.raises(ProfilerError, match="undefined_thing"):
         nvcc.compile('extern "C" __global__ void f() { undefined_thing(); }', "sm_90")
     nvcc._timeout_s = 0.01
     with pytest.raises(TimeoutError):
