@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cdmpp.device import Device, DeviceTable, load_table
+from cdmpp.device import Device, DeviceTable
 from cdmpp.device.spec import CPU_IDENTITY
 from cdmpp.device.table import normalise
 from cdmpp.errors import CdmppError, UnknownDeviceError
@@ -50,15 +50,13 @@ class MeasuredDevice:
     skipped: tuple[str, ...] = ()
 
 
-def measure_machine(table: DeviceTable | None = None) -> list[MeasuredDevice]:
+def measure_machine(table: DeviceTable) -> list[MeasuredDevice]:
     """Measure this machine's CPU, and its GPU if torch can use one."""
-    table = table or load_table()
     return [device for device in [measure_cpu(table), measure_gpu(table)] if device is not None]
 
 
-def measure_cpu(table: DeviceTable | None = None) -> MeasuredDevice:
+def measure_cpu(table: DeviceTable) -> MeasuredDevice:
     """Measure the CPU, with all cores that this process may use."""
-    table = table or load_table()
     here = table.this_cpu
     if here is None:
         raise UnknownDeviceError("this machine's CPU is not in the table")

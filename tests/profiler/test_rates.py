@@ -75,7 +75,7 @@ def test_what_cannot_be_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rates, "_launch_s", absent)
     monkeypatch.setattr(rates, "_streams", lambda cores: ({"copy_gb_s": 0.1}, 0.25))
     monkeypatch.setattr(rates, "core_rates", lambda device: ({"clock_ghz": 3.0}, ["l3_ns differs by 9 %"]))
-    found = rates.measure_cpu()
+    found = rates.measure_cpu(load_table())
     busy = "bandwidth and peak: other work on this machine left 25 % of the cores"
     assert found.skipped == (busy, "l3_ns differs by 9 %", "call overhead: this needs TVM")
     assert found.results == {"clock_ghz": 3.0}
