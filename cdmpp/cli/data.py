@@ -16,14 +16,6 @@ from cdmpp.errors import CdmppError
 if TYPE_CHECKING:
     from cdmpp.device import Device
 
-#: Measured quantity -> what the table says about it: a field, or a key of ``peak_gflops``.
-_BESIDE = {
-    "copy_gb_s": "bandwidth_gb_s",
-    "float32_gflops": "peak_gflops.float32",
-    "tfloat32_matrix_gflops": "peak_gflops.tfloat32_matrix",
-    "float16_matrix_gflops": "peak_gflops.float16_matrix",
-    "launch_us": "launch_overhead_us",
-}
 #: What makers say of every CPU.
 _NOISE = re.compile(r"\(R\)|\(TM\)| CPU\b| \d+-Core| Processor| @ .*")
 
@@ -96,8 +88,9 @@ def _measure_rates(out: str | None, table: Any, console: Console, errors: Consol
     results = []
     for device in found:
         row = {} if device.known is None else device.known.used().to_json()
-        row |= {f"peak_gflops.{dtype}": value for dtype, value in row.get("peak_gflops", {}).items()}
-        known = {quantity: row.get(_BESIDE.get(quantity, quantity)) for quantity in device.results}
+        row |= {"copy_gb_s": row.get("bandwidth_gb_s"), "launch_us": row.get("launch_overhead_us")}
+        row |= {f"{dtype}_gflops": value for dtype, value in row.get("peak_gflops", {}).items()}
+        known = {quantity: row.get(quantity) for quantity in device.results}
         cells = [(key, ui.number(value, ".4g"), ui.number(known[key], ".4g")) for key, value in device.results.items()]
         ui.show_table(console, f"{device.row.name}, measured", ("<quantity", "measured", "table"), cells)
         for reason in device.skipped:
