@@ -64,7 +64,7 @@ def compile_programs(
 
         with closing(_compiled(cpu, plan.jobs(), config, path / CODEGEN_FILE, _counts_in(path))) as outcomes:
             session.take(outcomes, None, keep)
-        return Report(**session.report())
+        return session.report()
 
 
 def collect_codegen(

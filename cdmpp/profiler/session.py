@@ -161,13 +161,13 @@ class Session:
                 self._notify(f"stopped after {self._max_seconds:g} s; go on with --resume")
                 return
 
-    def report(self) -> dict[str, Any]:
-        """Finish the dataset; returns the fields of a :class:`Report` (ProfilerError if nothing was ever measured)."""
+    def report(self) -> Report:
+        """Finish the dataset (ProfilerError if nothing was ever measured)."""
         if not self.new and not self._known:
             raise ProfilerError("nothing was measured")
-        values = Report(self._dataset.path, self._device, self.new, self.ok, dict(self.failures), self.elapsed_s)
+        report = Report(self._dataset.path, self._device, self.new, self.ok, dict(self.failures), self.elapsed_s)
         self._dataset.finalize()
-        return vars(values)
+        return report
 
 
 def profile(
@@ -256,7 +256,7 @@ def profile(
                 session.take(engine.run(plan.jobs()), meta, plan.done)
             finally:
                 session.take(measurer.labelled(), meta, plan.done)
-        return ProfileReport(**session.report(), workers=executor.degree, calibration=calibration)
+        return ProfileReport(**vars(session.report()), workers=executor.degree, calibration=calibration)
 
 
 def refuse_to_replace(path: Path, resume: bool) -> None:

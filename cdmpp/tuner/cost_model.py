@@ -305,6 +305,7 @@ class OnlineModel:
 
     def __init__(self, prior: PredictorPrior | AnalyticalPrior) -> None:
         self.prior = prior
+        #: Number of each task that has records; -1 stands for all others.
         self._tasks: dict[str, int] = {}
         #: (task, program) -> log of the prior's prediction, embedding, log of the measured seconds; oldest first.
         self._records: dict[tuple[str, str], tuple[float, FloatArray, float]] = {}
@@ -312,14 +313,11 @@ class OnlineModel:
         #: Programs that did not run, for :class:`cdmpp.tuner.CostModel`.
         self.failed: set[str] = set()
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def predict(self, task: str, programs: Encoded) -> FloatArray:
         """Predicted seconds of programs of one task, float64 (n,)."""
         if self._correction is None:
             return np.exp(programs.log_s)
-        return np.exp(programs.log_s + self._correction.mean(programs.z, self._number(task)))
+        return np.exp(programs.log_s + self._correction.mean(programs.z, self._tasks.get(task, -1)))
 
     def interval(self, task: str, programs: Encoded, coverage: float) -> tuple[FloatArray, FloatArray]:
         """Lower and upper ends of the measurement's interval in seconds, (n,) each: (0, inf) if it is unknown. With too few
@@ -330,13 +328,9 @@ class OnlineModel:
         if correction is not None and len(correction) >= _OWN_INTERVALS:
             width = correction.width(coverage)
             if width is not None:
-                half = width * correction.deviation(programs.z, self._number(task))
+                half = width * correction.deviation(programs.z, self._tasks.get(task, -1))
         with np.errstate(over="ignore"):
             return seconds * np.exp(-half), seconds * np.exp(half)
-
-    def _number(self, task: str) -> int:
-        """Number of a task in the records; -1 for a task that has none."""
-        return self._tasks.get(task, -1)
 
     def learn(self, task: str, hashes: Sequence[str], programs: Encoded, latency_s: Sequence[float] | FloatArray) -> None:
         """Add measurements of one task, finite and above 0 (else PredictorError); call :meth:`fit` after the last."""

@@ -321,18 +321,13 @@ def initial_population(z: Features, p_valid: FloatArray, n: int, *, log_s: Float
     if log_s is not None:
         rows = rows[np.argsort(log_s[rows], kind="stable")][: max(n, round(_FASTEST * len(rows)))]
     if len(rows) > n:
-        rows = _representatives(z, rows, n, seed)
+        from sklearn.preprocessing import StandardScaler
+
+        from cdmpp.predictor.selection import distances_to_centres, nearest
+
+        points = StandardScaler().fit_transform(z[rows].astype(np.float64))
+        rows = rows[nearest(distances_to_centres(points, n, seed, tries=1), np.ones(len(rows), dtype=bool))]
     return rows.astype(np.int64)
-
-
-def _representatives(z: Features, rows: IntArray, n: int, seed: int) -> IntArray:
-    """The row nearest to each of `n` centres (k-means on standardised columns), and other rows if centres share a row."""
-    from sklearn.preprocessing import StandardScaler
-
-    from cdmpp.predictor.selection import distances_to_centres, nearest
-
-    points = StandardScaler().fit_transform(z[rows].astype(np.float64))
-    return rows[nearest(distances_to_centres(points, n, seed, tries=1), np.ones(len(rows), dtype=bool))]
 
 
 class ValidityGuard:
@@ -390,18 +385,13 @@ class ValidityGuard:
         return list(rows), np.array(list(rows.values()), dtype=np.float32)
 
 
-def shipped_model() -> ValidityModel:
-    """The shipped model of CUDA programs."""
-    model = ValidityModel()
-    model.trees_ = xgb.Booster(model_file=_SHIPPED)
-    return model
-
-
 def make_guard(validity: ValidityModel | str | Path, device: Device, seed: int) -> ValidityGuard:
     """The guard of a tuning, with a given model or one trained on a folder of failures (DatasetError as in
     :func:`read_validity`); ``"default"`` is the shipped model, ``"online"`` starts without a model."""
+    model: ValidityModel | None
     if validity == "default":
-        model: ValidityModel | None = shipped_model()
+        model = ValidityModel()
+        model.trees_ = xgb.Booster(model_file=_SHIPPED)
     elif isinstance(validity, str | Path):
         model = None if validity == "online" else train_validity([validity], device)
     else:

@@ -136,7 +136,7 @@ def measure(
                 session.take(engine.run(iter(best)), {**meta, "alone": True}, count)
         labels_per_s = session.ok / max(session.elapsed_s, 1e-9)
         return MeasureReport(
-            **session.report(),
+            **vars(session.report()),
             labels_per_s=labels_per_s,
             restarts=measurer.restarts,
             checked=checked,
