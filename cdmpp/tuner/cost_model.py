@@ -409,7 +409,7 @@ class CostModel(PyCostModel):
     def predict_s(self, context: Any, candidates: Sequence[Any]) -> FloatArray:
         """Predicted seconds, float64 (n,); infinite for programs that failed or cannot be read."""
         seconds = np.full(len(candidates), np.inf)
-        rows, programs = self._encode(context, candidates)
+        rows, programs = self._encode(candidates)
         if programs is not None:
             seconds[rows] = self.model.predict(task_hash(context), programs)
         return seconds
@@ -418,7 +418,7 @@ class CostModel(PyCostModel):
         """Interval ends in seconds, float64 (n,) each: (inf, inf) for failed programs, (0, inf) for unreadable ones."""
         low = np.where([digest in self.model.failed for digest in hashes_of(candidates)], np.inf, 0.0)
         high = np.full(len(candidates), np.inf)
-        rows, programs = self._encode(context, candidates)
+        rows, programs = self._encode(candidates)
         if programs is not None:
             low[rows], high[rows] = self.model.interval(task_hash(context), programs, coverage)
         return low, high
@@ -432,7 +432,7 @@ class CostModel(PyCostModel):
             known, seconds = [ran[i][0] for i in encoded], [ran[i][2] for i in encoded]
             self.model.learn(task, known, Encoded.stack(list(encoded.values())), seconds)
 
-    def _encode(self, context: Any, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
+    def _encode(self, candidates: Sequence[Any]) -> tuple[list[int], Encoded | None]:
         """Indices of the candidates that can be read and have not failed, and their network outputs."""
         hashes = hashes_of(candidates)
         outputs = self.cache.get(hashes, funcs_of(candidates))

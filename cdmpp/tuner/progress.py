@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cdmpp.errors import TunerError
 from cdmpp.profiler.engine import Outcome
 from cdmpp.program.types import Program, Task
 from cdmpp.tuner.candidates import is_untuned
@@ -165,8 +164,7 @@ def worth_measuring(
 
 class Progress:
     """Counts what a tuning does, and decides when to stop. `tasks` are given with how often the network runs each; `store` is a
-    :class:`~cdmpp.tuner.results.TuningStore`, or its replacement in a worker; `report` is called after every round. Raises
-    TunerError if there is no task."""
+    :class:`~cdmpp.tuner.results.TuningStore`, or its replacement in a worker; `report` is called after every round."""
 
     def __init__(
         self,
@@ -177,8 +175,6 @@ class Progress:
         report: Callable[[Progress], None],
         energy: EnergyMeter | None,
     ) -> None:
-        if not tasks:
-            raise TunerError("no task to tune")
         self.objective, self._store = objective, store
         #: Held by a session while it changes this object: several may share it.
         self.lock = threading.RLock()

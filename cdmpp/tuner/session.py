@@ -410,10 +410,7 @@ def measure_close_again(
     if not groups or progress.time_left_s == 0.0:
         return
     programs = [dataset.programs[digest] for close in groups for digest in close]
-    jobs = [
-        BuildJob(p, dataset.tasks[p.task_hash], None if p.space_hash is None else dataset.spaces[p.space_hash])
-        for p in programs
-    ]
+    jobs = [BuildJob(p, dataset.tasks[p.task_hash], dataset.spaces.get(p.space_hash or "")) for p in programs]
     runs: dict[str, list[Outcome]] = {program.hash: [] for program in programs}
     for _ in range(_RUNS):
         for outcome in in_time(measurer, measurer.submit(jobs), progress.time_left_s):

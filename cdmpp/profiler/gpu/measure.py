@@ -176,7 +176,7 @@ def _chosen(bundle: Bundle, config: MeasureConfig) -> list[BundledProgram]:
 def job_of(bundle: Bundle, kernel: BundledProgram, **options: Any) -> KernelJob:
     """The job that measures a program of the bundle; `options` are fields of :class:`MeasureJob`."""
     program = bundle.programs[kernel.program]
-    space = None if program.space_hash is None else bundle.spaces[program.space_hash]
+    space = bundle.spaces.get(program.space_hash or "")
     return KernelJob(program, bundle.tasks[program.task_hash], space, MeasureJob(kernel, **options))
 
 
