@@ -60,7 +60,7 @@ def cuda_arch(device: Device) -> str:
     """The architecture of a CUDA device, such as ``sm_90`` (ProfilerError if it is no CUDA device, or has no known limits)."""
     arch = str(device.target.get("arch", ""))
     if device.kind != "gpu" or not arch.startswith("sm_"):
-        raise ProfilerError(f"{device.name} is no CUDA device")
+        raise ProfilerError(f"{device.name} is no CUDA device: expected an NVIDIA GPU, such as h200")
     arch_limits(arch)
     return arch
 

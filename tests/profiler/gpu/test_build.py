@@ -171,7 +171,7 @@ def test_a_half_made_bundle_goes_on_where_it_was(source: Path, tmp_path: Path) -
 
 
 def test_bad_requests_are_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ProfilerError, match="no CUDA device"):
+    with pytest.raises(ProfilerError, match="no CUDA device: expected an NVIDIA GPU"):
         make_bundle(["mlp"], device="this-cpu@1", out=tmp_path / "x", tasks_of=source)
     with pytest.raises(ProfilerError, match="sources or cubins"):
         config = BundleConfig(cubins=False, sources=False)
