@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from cdmpp.dataset import DatasetView, Split, load_datasets
 from cdmpp.dataset.codegen import CODEGEN_FILE, load_codegen
-from cdmpp.device import Device, device_features
+from cdmpp.device import Device
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError
 from cdmpp.files import cache_file
 from cdmpp.predictor.config import DataConfig
-from cdmpp.predictor.pair_features import CodeRows, code_rows, pair_rows, references_s
+from cdmpp.predictor.pair_features import CodeRows, code_rows, estimate_s, pair_rows, references_s
 from cdmpp.program.ast import CompactAST, compact_asts
 from cdmpp.program.ast.store import load_asts, save_asts
 from cdmpp.program.codegen import CODEGEN_FEATURES
@@ -72,15 +72,10 @@ class TrainingData:
         """The labels in seconds (n,)."""
         return self.labels["latency_s"].to_numpy(dtype=np.float64)
 
-    def reference_s(self, kind: str, rows: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-        """:func:`cdmpp.predictor.pair_features.references_s` of these rows of the label table (None: all), seconds (n,)."""
+    def reference_s(self, rows: Any = slice(None), reference: Any = estimate_s) -> NDArray[np.float64]:
+        """:func:`cdmpp.predictor.pair_features.references_s` of these rows of the label table, seconds (n,)."""
         asts, devices, program, device = self.numbered_pairs()
-        chosen = slice(None) if rows is None else rows
-        return references_s(kind, [asts[i] for i in program[chosen]], devices, device[chosen])
-
-    def device_vectors(self) -> dict[str, NDArray[np.float64]]:
-        """Raw features of every device."""
-        return {name: np.asarray(device_features(device), dtype=np.float64) for name, device in self.devices.items()}
+        return references_s(reference, [asts[i] for i in program[rows]], devices, device[rows])
 
     @cached_property
     def codegen_counts(self) -> NDArray[np.float32] | None:
@@ -252,9 +247,12 @@ def collect_derived(
         unsaved |= fresh.keys()
         end = min(begin + _CHUNK, len(missing))
         if unsaved and (end == len(missing) or len(unsaved) >= _WRITE_EVERY):
-            for folder, held in first_holders(view).items():
+            stored = set[str]()
+            for part in view.parts:
+                held = set(part.programs) - stored  # what an earlier folder holds, too, is stored with that
+                stored |= held
                 if unsaved & held:
-                    path = cache_file(folder, file)
+                    path = cache_file(Path(part.path), file)
                     try:
                         path.parent.mkdir(parents=True, exist_ok=True)
                         save(path, {program: v for program, v in known.items() if program in held})
@@ -292,16 +290,6 @@ def _derive_each(
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # TVM replays programs outside Python's lock
         funcs = {p: func for p, func in zip(programs, pool.map(rebuilt, programs), strict=True) if func is not None}
     return results(list(funcs))
-
-
-def first_holders(view: DatasetView) -> dict[Path, set[str]]:
-    """Folder -> hashes of its programs that no earlier folder holds, so that data derived from a program are stored once."""
-    holders: dict[Path, set[str]] = {}
-    held: set[str] = set()
-    for part in view.parts:
-        holders[Path(part.path)] = set(part.programs) - held
-        held |= set(part.programs)
-    return holders
 
 
 def program_resolver(view: DatasetView) -> Callable[[Program], Any]:

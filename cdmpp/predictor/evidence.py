@@ -167,7 +167,7 @@ def fit_scaling(
     predicted_s, estimated_s = np.full(len(data), math.nan), np.full(len(data), math.nan)
     if len(needed):
         predicted_s[needed] = predict_rows(data, needed)
-        estimated_s[needed] = data.reference_s("estimate", needed)
+        estimated_s[needed] = data.reference_s(needed)
     errors = np.abs(np.log(label_s[rows] / predicted_s[rows]))
     own = {}
     kinds = np.array([data.devices[name].kind for name in names[rows]], dtype=str)

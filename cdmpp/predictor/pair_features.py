@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.device import Device
-from cdmpp.errors import PredictorError
 from cdmpp.program.ast import CAPACITIES, LEAF_FEATURES, N_LOOPS, N_SLOTS, SIMD_BYTES, SPECIAL, CompactAST, size_name
 from cdmpp.program.codegen import CACHE_KB, CODEGEN_FEATURES, CYCLE_FEATURES, KINDS, LOOP_FEATURES, LOOPS
 
@@ -388,27 +387,17 @@ def _moved(leaves: FloatArray, kb: float) -> FloatArray:
     return leaves[:, _COLUMN[f"moved_{size_name(size)}"]]
 
 
-#: Reference latencies of ASTs on a device and, if the caller has it, their view.
-REFERENCES: dict[str, Callable[..., FloatArray]] = {"roofline": roofline_s, "estimate": estimate_s}
-
-
-def reference_s(kind: str, asts: Sequence[CompactAST], device: Device) -> FloatArray:
-    """Reference latencies of one of :data:`REFERENCES`, float64 seconds (n,), above 0.
-
-    Raises PredictorError: unknown kind."""
-    if kind not in REFERENCES:
-        raise PredictorError(f"no reference {kind!r}; there are {', '.join(REFERENCES)}")
-    return REFERENCES[kind](asts, device) if len(asts) else np.zeros(0)
-
-
 def references_s(
-    kind: str, asts: Sequence[CompactAST], devices: Sequence[Device], device_index: NDArray[np.int64]
+    reference: Callable[[Sequence[CompactAST], Device], FloatArray],
+    asts: Sequence[CompactAST],
+    devices: Sequence[Device],
+    device_index: NDArray[np.int64],
 ) -> FloatArray:
-    """Reference latencies of ``asts[i]`` on ``devices[device_index[i]]``, float64 seconds (n,)."""
+    """:func:`estimate_s` or :func:`roofline_s` of ``asts[i]`` on ``devices[device_index[i]]``, float64 seconds (n,)."""
     out = np.empty(len(asts))
     for number in np.unique(device_index):
         here = np.flatnonzero(device_index == number)
-        out[here] = reference_s(kind, [asts[i] for i in here.tolist()], devices[number])
+        out[here] = reference([asts[i] for i in here.tolist()], devices[number])
     return out
 
 

@@ -257,7 +257,7 @@ class Predictor:
         corrected = self.corrected([device.name for device in known], arrays)
         references = None
         if self.transform.relative:
-            references = pair_features.references_s("estimate", asts, known, device_index)
+            references = pair_features.references_s(pair_features.estimate_s, asts, known, device_index)
         logs = np.stack([np.log(self.transform.inverse(own, references)) for own in labels])
         seconds: NDArray[np.float64] = np.exp(np.where(has_code, logs.mean(axis=0), logs[0]) + corrected)
         return seconds if evidence.elsewhere is None else self._combined(pairs, seconds, evidence.elsewhere)

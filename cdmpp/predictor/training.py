@@ -277,7 +277,7 @@ def encode(data: TrainingData, encoder: encoding.FeatureEncoder, relative: bool)
     return encoding.LabelledArrays(
         **vars(arrays),
         latency_s=data.latency_s,
-        reference_s=data.reference_s("estimate") if relative else None,
+        reference_s=data.reference_s() if relative else None,
         codegen=data.codegen_counts,
     )
 

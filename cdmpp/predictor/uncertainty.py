@@ -38,11 +38,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cdmpp.device import Device, device_features
 from cdmpp.errors import PredictorError
 from cdmpp.predictor.encoding import FeatureEncoder, signed_log1p
 
 if TYPE_CHECKING:
-    from cdmpp.device import Device
     from cdmpp.predictor.data import TrainingData
     from cdmpp.program.ast import CompactAST
 
@@ -356,7 +356,8 @@ class Familiarity:
         from sklearn.cluster import KMeans
 
         rng = np.random.default_rng(0)
-        vectors, described = data.device_vectors(), []
+        vectors = {name: np.asarray(device_features(device), np.float64) for name, device in data.devices.items()}
+        described = []
         for rows in (train_rows, valid_rows):
             drawn = rows if len(rows) <= _MAX_PAIRS else np.sort(rng.choice(rows, _MAX_PAIRS, replace=False))
             table = data.labels.iloc[drawn]

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cdmpp.device import device_features
 from cdmpp.errors import PredictorError
-from cdmpp.predictor import Predictor, evaluate, load_config, train
+from cdmpp.predictor import Predictor, evaluate, load_config, pair_features, train
 from cdmpp.predictor.data import split_data
-from cdmpp.predictor.pair_features import REFERENCES
 from cdmpp.predictor.training import prepare
 from tests.samples.training import changed, make_data
 
@@ -112,7 +112,7 @@ def test_a_device_only_in_test_is_not_fitted_on(data, by_task):
     fitted = prepare(by_task, data, split_data("by_device:heldout=fast;seed=0", data))
     assert fitted.specs.keys() == {"slow"}
     # one training device: every device column is constant, so encoded as 0
-    encoded = fitted.encoder.encode_devices(data.device_vectors()["fast"][None])
+    encoded = fitted.encoder.encode_devices(device_features(data.devices["fast"])[None])
     assert not encoded[:, : fitted.encoder.device_dim // 2].any()
 
 
@@ -153,6 +153,6 @@ def test_labels_relative_to_the_estimate(data, by_task, tmp_path, monkeypatch):
     program, device = next(iter(data.asts.values())), data.devices["slow"]
     assert loaded.predict(program, device) == pytest.approx(result.predictor.predict(program, device))
     assert evaluate(result.predictor, data)["overall"]["mape"] > 0
-    before, original = loaded.predict(program, device), REFERENCES["estimate"]
-    monkeypatch.setitem(REFERENCES, "estimate", lambda asts, on: 10 * original(asts, on))
+    before, original = loaded.predict(program, device), pair_features.references_s
+    monkeypatch.setattr(pair_features, "references_s", lambda *pairs: 10 * original(*pairs))
     assert loaded.predict(program, device) == pytest.approx(10 * before)

@@ -52,7 +52,7 @@ def make_model(name: str, seed: int = 0, **options: Any) -> LatencyModel:
     if name == "task-median":
         return TaskMedian()
     if name == "roofline":
-        return RooflineModel(**options)
+        return RooflineModel()
     raise PredictorError(f"unknown model '{name}' (known: {', '.join(MODEL_NAMES)})")
 
 

@@ -21,6 +21,7 @@ from cdmpp.predictor.data import TrainingData
 from cdmpp.predictor.encoding import FeatureEncoder, LabelledArrays
 from cdmpp.predictor.evaluation import score
 from cdmpp.predictor.network import LatencyNetwork
+from cdmpp.predictor.pair_features import roofline_s
 from cdmpp.predictor.predictor import Predictor
 from cdmpp.predictor.trainer import ProgressCallback
 from cdmpp.predictor.training import prepare, train, training_summary
@@ -107,29 +108,26 @@ class TaskMedian(LatencyModel):
 
 
 class RooflineModel(LatencyModel):
-    """A reference latency (``"roofline"`` or ``"estimate"`` of :mod:`cdmpp.predictor.pair_features`), multiplied by the
-    device's median of measured over reference latency in training (of all devices if not in training)."""
+    """The roofline, multiplied by the device's median of measured latency over roofline in training (of all devices if not in
+    training)."""
 
-    def __init__(self, reference: str = "roofline") -> None:
-        self.name = reference
+    name = "roofline"
 
     def fit(self, data: TrainingData, split: Split) -> None:
         table = data.labels.iloc[np.asarray(split.train)]
-        logs = np.log(table["latency_s"] / data.reference_s(self.name, np.asarray(split.train)))
+        logs = np.log(table["latency_s"] / data.reference_s(split.train, roofline_s))
         self.overall_ = float(logs.median())
         self.device_ = logs.groupby(table["device"].astype(str)).median().to_dict()
 
     def predict(self, data: TrainingData, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         devices = data.labels["device"].iloc[rows]
-        return data.reference_s(self.name, rows) * np.exp([self.device_.get(name, self.overall_) for name in devices])
+        return data.reference_s(rows, roofline_s) * np.exp([self.device_.get(name, self.overall_) for name in devices])
 
 
-def evaluate_models(
-    models: Sequence[LatencyModel], data: TrainingData, split: Split, by: Sequence[str] = ()
-) -> dict[str, dict[str, Any]]:
-    """Fit every model to the training part and score it on the test part: model name -> ``{"overall": ..., "groups":
-    ..., "fit_s": float, "predict_s": float}``, groups as in :meth:`TrainingData.members`. If the split has no validation
-    part (as in few-shot training), a tenth of the training programs is held out for early stopping."""
+def evaluate_models(models: Sequence[LatencyModel], data: TrainingData, split: Split) -> dict[str, dict[str, Any]]:
+    """Fit every model to the training part and score it on the test part: model name -> ``{"overall": ..., "fit_s": float,
+    "predict_s": float}``. If the split has no validation part (as in few-shot training), a tenth of the training programs is
+    held out for early stopping."""
     if not len(split.valid):
         split = _with_validation(data, split)
     results: dict[str, dict[str, Any]] = {}
@@ -140,7 +138,7 @@ def evaluate_models(
         predicted_s = model.predict(data, split.test)
         done = time.perf_counter()
         timing = {"fit_s": round(fitted - started, 3), "predict_s": round(done - fitted, 3)}
-        results[model.name] = {**score(data, split.test, predicted_s, by), **timing}
+        results[model.name] = {**score(data, split.test, predicted_s, ()), **timing}
     return results
 
 

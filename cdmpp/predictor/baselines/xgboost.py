@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from cdmpp.dataset import DatasetView, Split
+from cdmpp.device import device_features
 from cdmpp.errors import DatasetError, FeatureMismatchError, PredictorError, ProgramError, raised_as
 from cdmpp.files import replacing
 from cdmpp.predictor.baselines.models import LatencyModel
@@ -165,7 +166,7 @@ class XGBoostModel(LatencyModel):
 
         table = data.labels.iloc[rows]
         self._collect(data, list(dict.fromkeys(table["program"])))
-        devices = {name: signed_log1p(vector) for name, vector in data.device_vectors().items()}
+        devices = {name: signed_log1p(device_features(device)) for name, device in data.devices.items()}
         parts: list[NDArray[Any]] = [
             np.stack([self._vectors[program] for program in table["program"]]),
             np.stack([devices[name] for name in table["device"]]),
