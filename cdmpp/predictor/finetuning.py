@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cdmpp.dataset import DatasetView, Split
 from cdmpp.dataset.view import unite_devices
@@ -84,12 +85,11 @@ def finetune(
             f"--tasks {shlex.quote(str(task_file))} --out DIR"
         )
         return FinetuneResult(None, None, data, selection, task_file, command)
-    job = _Job(base, data, name, selection)
-    if job.split is not None:  # cdmpp report scores a run by it
-        (out / "split.json").write_text(job.split.to_json(), encoding="utf-8")
-    tuned = _tune(job, source)
+    tuned, split = _tune(base, data, name, selection, source)
+    if split is not None:  # cdmpp report scores a run by it
+        (out / "split.json").write_text(split.to_json(), encoding="utf-8")
     tuned.save(out / "predictor")
-    return FinetuneResult(tuned, job.split, data, selection, task_file, None)
+    return FinetuneResult(tuned, split, data, selection, task_file, None)
 
 
 def few_shot(
@@ -104,10 +104,10 @@ def few_shot(
     selection = choose_tasks(predictor, data, name, k, select, seed)
     if not selection.tasks:
         raise PredictorError(f"there are no records of {name}")
-    job = _Job(predictor, data, name, selection)
-    if job.split is None:
+    tuned, split = _tune(predictor, data, name, selection, _IN_MEMORY)
+    if split is None:
         raise SplitError(f"every task with records on {name} is chosen: none is left to test")
-    return _tune(job), job.split
+    return tuned, split
 
 
 def choose_tasks(
@@ -143,38 +143,66 @@ def choose_tasks(
     return TaskSelection(chosen_tasks, tuple(wanted), "named", seed, "none", len(measured))
 
 
-class _Job:
-    """Inputs of a finetuning: ``spec`` and ``split`` test on the device's other tasks (``split`` is None if there are none);
-    ``shots``, int64 (n,), are the rows of the chosen tasks on the device."""
+def _tune(
+    base: Predictor, data: TrainingData, device: str, selection: TaskSelection, source: str
+) -> tuple[Predictor, Split | None]:
+    """The base predictor, corrected, calibrated and able to scale latencies by its errors on the chosen tasks of a device; and
+    the split that tests on the device's other tasks, None if there are none."""
+    if device in base.corrections:
+        logger.warning("an earlier finetuning on %s is dropped: only what is measured in these tasks counts", device)
+    others = {name: known for name, known in base.corrections.items() if name != device}
+    base = replace(base, corrections=others)
+    # valid=0: no validation part
+    spec = f"by_device:heldout={device};tasks={'+'.join(selection.tasks)};valid=0;seed={selection.seed}"
+    on_device = (data.labels["device"] == device).to_numpy(dtype=bool)
+    chosen = on_device & data.labels["task"].isin(selection.tasks).to_numpy()
+    split, shots = split_data(spec, data) if (on_device & ~chosen).any() else None, np.flatnonzero(chosen)
+    if data.labels["program"].iloc[shots].nunique() < 2:
+        raise PredictorError(f"finetuning needs at least two programs of the chosen tasks on {device}")
+    fits = _fits(base, data, shots, selection.seed)
+    own = {kind: fit.correction for kind, fit in fits.items() if fit.correction is not None}
+    plain, code = base.calibration, base.compiled_calibration
+    if plain is not None:
+        plain = plain.with_device(device, fits[AST].left, fits[AST].tasks)
+    if code is not None and COMPILED in fits:
+        code = code.with_device(device, fits[COMPILED].left, fits[COMPILED].tasks)
+    before = base.training
+    networks = {name for task in selection.tasks for name in data.networks.get(task, ())}
+    summary = {
+        **before,
+        "split": spec,
+        "tasks": sorted({*selection.tasks, *before.get("tasks", ())}),
+        "networks": sorted(networks.union(before.get("networks", ()))),
+        "records_by_device": {**before.get("records_by_device", {}), device: len(shots)},
+        "finetuned": {
+            "predictor": source,
+            "device": device,
+            "learned": "correction" if own else "nothing",
+            "errors": {kind: {"before": fit.before, "corrected": fit.error} for kind, fit in fits.items()},
+            "records_of_device": len(shots),
+            "selection": selection.to_json(),
+            "before": {name: value for name, value in before.items() if name not in ("tasks", "networks")},
+        },
+    }
+    tuned = replace(
+        base,
+        corrections={**others, device: own} if own else others,
+        specs={device: data.devices[device], **base.specs},
+        calibration=plain,
+        compiled_calibration=code,
+        training=summary,
+    )
+    scaling = base.scaling or DeviceScaling()
+    shown = fit_scaling(tuned.predict_rows, data, shots[:0], learned=shots)
+    return replace(tuned, scaling=replace(scaling, pairs={**scaling.pairs, **shown.pairs})), split
 
-    def __init__(self, base: Predictor, data: TrainingData, device: str, selection: TaskSelection) -> None:
-        if device in base.corrections:
-            logger.warning("an earlier finetuning on %s is dropped: only what is measured in these tasks counts", device)
-        corrections = {name: known for name, known in base.corrections.items() if name != device}
-        self.base = replace(base, corrections=corrections)
-        self.data, self.device, self.selection = data, device, selection
-        # valid=0: no validation part
-        self.spec = f"by_device:heldout={device};tasks={'+'.join(selection.tasks)};valid=0;seed={selection.seed}"
-        on_device = (data.labels["device"] == device).to_numpy(dtype=bool)
-        chosen = on_device & data.labels["task"].isin(selection.tasks).to_numpy()
-        self.shots = np.flatnonzero(chosen)
-        self.split: Split | None = split_data(self.spec, data) if (on_device & ~chosen).any() else None
 
-
-def _tune(job: _Job, source: str = _IN_MEMORY) -> Predictor:
-    """The base predictor, corrected and calibrated by its errors on the chosen tasks."""
-    if len(set(job.data.labels["program"].iloc[job.shots])) < 2:
-        raise PredictorError(f"finetuning needs at least two programs of the chosen tasks on {job.device}")
-    fits = _fits(job)
-    return _described(job, source, _corrected(job, fits), fits)
-
-
-def _fits(job: _Job) -> dict[str, Fit]:
-    """Corrections of the base predictor: from ASTs on all chosen records, from instruction counts on those that have them.
+def _fits(predictor: Predictor, data: TrainingData, shots: NDArray[np.int64], seed: int) -> dict[str, Fit]:
+    """Corrections of the predictor: from ASTs on all of these rows, from instruction counts on those that have them.
     Errors that are left are divided by the difficulty of the prediction, as intervals are multiplied by it."""
-    predictor, data, found = job.base, job.data, {}
-    counted = job.shots[data.counted(job.shots)] if predictor.encoder.code_dim else job.shots[:0]
-    for kind, rows in ((AST, job.shots), (COMPILED, counted)):
+    found = {}
+    counted = shots[data.counted(shots)] if predictor.encoder.code_dim else shots[:0]
+    for kind, rows in ((AST, shots), (COMPILED, counted)):
         if not len(rows):
             continue
         evidence = Evidence.of_rows(data, rows, compiled=kind == COMPILED)
@@ -184,49 +212,9 @@ def _fits(job: _Job) -> dict[str, Fit]:
         known, seen = predictor.correction_inputs(arrays)
         # effects of size do not carry over to a network's largest matrix products, which nobody measured
         known = known * (kind == COMPILED)
-        tasks = data.labels["task"].iloc[rows].tolist()
-        fit = fit_correction(errors, tasks, known, seen, seed=job.selection.seed)
+        fit = fit_correction(errors, data.labels["task"].iloc[rows].tolist(), known, seen, seed=seed)
         found[kind] = fit._replace(left=fit.left / predictor.difficulty(pairs, arrays)[fit.rows])
     return found
-
-
-def _corrected(job: _Job, fits: Mapping[str, Fit]) -> Predictor:
-    """The base predictor with these corrections, and with intervals on the device from the errors on left-out tasks."""
-    base, name = job.base, job.device
-    own = {kind: fit.correction for kind, fit in fits.items() if fit.correction is not None}
-    corrections = {**base.corrections, name: own} if own else base.corrections
-    plain, code = base.calibration, base.compiled_calibration
-    if plain is not None:
-        plain = plain.with_device(name, fits[AST].left, fits[AST].tasks)
-    if code is not None and COMPILED in fits:
-        code = code.with_device(name, fits[COMPILED].left, fits[COMPILED].tasks)
-    specs = {name: job.data.devices[name], **base.specs}
-    return replace(base, corrections=corrections, specs=specs, calibration=plain, compiled_calibration=code)
-
-
-def _described(job: _Job, source: str, tuned: Predictor, fits: Mapping[str, Fit]) -> Predictor:
-    """The tuned predictor with a summary of training and finetuning, and with latency scaling between the device and others
-    fitted to the chosen tasks."""
-    before, shots = job.base.training, job.shots
-    tasks = set(job.selection.tasks)
-    summary = {**before, "split": job.spec}
-    summary["tasks"] = sorted(tasks.union(before.get("tasks", ())))
-    networks = {name for task in tasks for name in job.data.networks.get(task, ())}
-    summary["networks"] = sorted(networks.union(before.get("networks", ())))
-    summary["records_by_device"] = {**before.get("records_by_device", {}), job.device: len(shots)}
-    summary["finetuned"] = {
-        "predictor": source,
-        "device": job.device,
-        "learned": "correction" if job.device in tuned.corrections else "nothing",
-        "errors": {kind: {"before": fit.before, "corrected": fit.error} for kind, fit in fits.items()},
-        "records_of_device": len(shots),
-        "selection": job.selection.to_json(),
-        "before": {name: value for name, value in before.items() if name not in ("tasks", "networks")},
-    }
-    scaling = job.base.scaling or DeviceScaling()
-    shown = fit_scaling(tuned.predict_rows, job.data, shots[:0], learned=shots)
-    pairs = {**scaling.pairs, **shown.pairs}
-    return replace(tuned, training=summary, scaling=replace(scaling, pairs=pairs))
 
 
 def _device_name(device: str, data: TrainingData) -> str:
