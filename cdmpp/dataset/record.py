@@ -290,13 +290,8 @@ def records_to_frame(records: Iterable[Record]) -> pd.DataFrame:
     return _frame(zip(*rows, strict=True) if rows else [()] * len(SCHEMAS["records"].names))
 
 
-def records_to_arrow(frame: pd.DataFrame) -> pa.Table:
-    """The frame of :func:`records_to_frame` as Arrow; NaN becomes null."""
-    return pa.Table.from_pandas(frame, SCHEMAS["records"], preserve_index=False).replace_schema_metadata()
-
-
 def records_from_arrow(table: pa.Table) -> pd.DataFrame:
-    """Inverse of :func:`records_to_arrow`."""
+    """The frame of :func:`records_to_frame` from a table; null becomes NaN."""
     columns = {name: table.column(name) for name in SCHEMAS["records"].names}
     samples_s = columns["samples_s"].cast(pa.list_(pa.float64())).to_numpy()
     return _frame(

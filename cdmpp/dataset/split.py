@@ -107,40 +107,31 @@ class Split:
             raise SplitError("a by_network split needs the networks of each task")
         return _by_network(labels, networks, families or {}, **options)
 
-    def part(self, name: str) -> NDArray[np.int64]:
-        """Row numbers of ``train``, ``valid`` or ``test`` (SplitError for another name)."""
-        if name not in PARTS:
-            raise SplitError(f"a split has no part {name!r}; it has {', '.join(PARTS)}")
-        rows: NDArray[np.int64] = getattr(self, name)
-        return rows
-
     def check_disjoint(self, labels: pd.DataFrame, networks: TaskNetworks | None = None) -> None:
         """Check that training knows nothing of the test part; ``by_network`` needs `networks`. SplitError if the split was made
         of another table, parts share a row or what :data:`KINDS` names, or a held-out network has a task in train or valid."""
         self.check_table(labels)
-        rows = np.concatenate([self.part(name) for name in PARTS])
+        rows = np.concatenate([getattr(self, name) for name in PARTS])
         if len(rows) and (rows.min() < 0 or rows.max() >= len(labels)):
             raise SplitError(f"split {self.spec} has rows outside of the {len(labels)} labels")
         if len(np.unique(rows)) != len(rows):
             raise SplitError(f"split {self.spec} has a row twice")
         for known, hidden in (("train", "test"), ("valid", "test"), ("train", "valid")):
             unit = "task" if self.kind == "by_device" and hidden == "valid" else KINDS[self.kind]
-            table = labels.iloc[self.part(known)]
+            table = labels.iloc[getattr(self, known)]
             if self.kind == "by_device" and hidden == "test" and self.allowed_tasks:
                 table = table[~table["task"].isin(self.allowed_tasks)]
-            self._check_shared(f"{unit}s in {known} and {hidden}", table[unit], labels[unit], hidden)
+            shared = sorted(set(table[unit]) & set(labels[unit].iloc[getattr(self, hidden)]))
+            if shared:
+                what = f"{len(shared)} {unit}s in {known} and {hidden}"
+                raise SplitError(f"split {self.spec}: {what}: {', '.join(shared[:3])}")
         if self.kind == "by_network" and networks is None:
             raise SplitError("checking a by_network split needs the networks of each task")
         for part in ("train", "valid") if self.kind == "by_network" else ():
-            for task in sorted(set(labels["task"].iloc[self.part(part)])):
+            for task in sorted(set(labels["task"].iloc[getattr(self, part)])):
                 name = ", ".join(sorted(set(self.held_out) & _architectures(networks or {}, task)))
                 if name:
                     raise SplitError(f"split {self.spec}: task {task} of held-out network {name} is in {part}")
-
-    def _check_shared(self, what: str, known: pd.Series, units: pd.Series, hidden: str) -> None:
-        shared = sorted(set(known) & set(units.iloc[self.part(hidden)]))
-        if shared:
-            raise SplitError(f"split {self.spec}: {len(shared)} {what}: {', '.join(shared[:3])}")
 
     def check_table(self, labels: pd.DataFrame) -> None:
         """Raise SplitError if the split was made of another label table."""

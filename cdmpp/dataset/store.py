@@ -473,7 +473,8 @@ def _tables(
 ) -> dict[str, pa.Table]:
     objects = {"tasks": tasks, "spaces": spaces, "programs": programs}
     tables = {name: layout.to_arrow(name, known.values()) for name, known in objects.items()}
-    return {**tables, "records": layout.records_to_arrow(records)}
+    stored = pa.Table.from_pandas(records, layout.SCHEMAS["records"], preserve_index=False)  # NaN becomes null
+    return {**tables, "records": stored.replace_schema_metadata()}
 
 
 def _require(who: str, **parts: tuple[str | None, Collection[str]]) -> None:

@@ -22,7 +22,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cdmpp.dataset.record import Record, join_meta, unite_networks
+from cdmpp.dataset.record import unite_networks
 from cdmpp.device import Device, load_table
 from cdmpp.errors import FAILURE_KINDS, DatasetError, UnknownDeviceError
 from cdmpp.program.types import Program, Space, Task
@@ -244,13 +244,6 @@ class DatasetView:
     def device_names(self) -> list[str]:
         """The devices with records, sorted."""
         return sorted(set(self.records["device"]))
-
-    def iter_records(self) -> Iterator[Record]:
-        """The records as objects, meta included."""
-        same = ("program", "device", "status", "samples_s", "error", "measured_at")
-        for row in self.records.to_dict("records"):
-            numbers: dict[str, Any] = {name: _number(row[name]) for name in ("latency_s", "noise")}
-            yield Record(**{name: row[name] for name in same}, **numbers, meta=join_meta(row))
 
     def labels(self, devices: Sequence[str] | None = None) -> pd.DataFrame:
         """One label per (program, device): see :func:`cdmpp.dataset.view.label_table`."""

@@ -144,7 +144,7 @@ def rows_to_score(
     if split is None or (isinstance(split, str) and split != ALL_RECORDS):
         name = _specification(predictor, split)
         try:
-            rows = split_data(name, data).part(part)
+            rows = getattr(split_data(name, data), part)
         except SplitError as err:
             # The split of training may name networks that this data does not have. If no task of the data was
             # trained on, every record counts as one of an unseen network.
@@ -154,7 +154,7 @@ def rows_to_score(
             logger.warning("every record is scored, no task was trained on (%s)", err)
             name = ALL_RECORDS
     elif not isinstance(split, str):
-        name, rows = split.spec, split.part(part)
+        name, rows = split.spec, getattr(split, part)
     if not len(rows):
         raise PredictorError(f"no records to score: the {part} part of split {name} is empty")
     return name, rows

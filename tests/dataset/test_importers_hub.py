@@ -17,6 +17,7 @@ from cdmpp.files import read_yaml
 from cdmpp.predictor.data import program_resolver
 from cdmpp.program.ast import compact_ast
 from tests.samples.command import Command
+from tests.samples.datasets import records_of
 
 CONVOLUTION, GEMM, DEDISPERSION = read_yaml(Path(__file__).with_name("rows.yaml"))["hub"].values()
 ROWS: list[dict[str, Any]] = [
@@ -46,7 +47,7 @@ def dataset(report: ImportReport) -> Dataset:
 
 
 def ast_of(dataset: Dataset, number: int) -> Any:
-    record = next(r for r in dataset.iter_records() if r.meta["row"] == number)
+    record = next(r for r in records_of(dataset) if r.meta["row"] == number)
     return compact_ast(program_resolver(dataset)(dataset.programs[record.program]))
 
 
@@ -54,7 +55,7 @@ def test_records_and_failures(report: ImportReport, dataset: Dataset) -> None:
     assert report.records == {"ok": 5, "build_error": 1, "run_error": 1}
     assert (report.tasks, report.programs) == (3, 6)  # one configuration ran on two GPUs
     assert report.devices == ["a100-pcie-40gb", "mi250x", "radeon-pro-w6600", "rtx-2080-ti"]
-    records = {r.meta["row"]: r for r in dataset.iter_records()}
+    records = {r.meta["row"]: r for r in records_of(dataset)}
     assert records[0].latency_s == pytest.approx(1.9e-3) and records[0].meta["build_s"] == pytest.approx(0.8)
     assert (records[3].status, records[3].latency_s, records[3].error) == (
         "build_error", None, "CompilationFailedConfig",

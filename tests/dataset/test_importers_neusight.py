@@ -18,9 +18,10 @@ from cdmpp.program import import_tvm
 from cdmpp.program.ast import compact_ast
 from cdmpp.program.graph import NetworkGraph, load_graphs
 from cdmpp.program.network import task_from_prim_func
-from cdmpp.program.space import rebuild
+from cdmpp.program.space import Rebuilder
 from cdmpp.program.types import Task
 from tests.samples.command import Command
+from tests.samples.datasets import records_of
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -93,7 +94,7 @@ def dataset(report: ImportReport) -> Dataset:
 
 def row_of(dataset: Dataset, number: int) -> tuple[Record, Task]:
     """Record and task of a row of the file."""
-    record = next(r for r in dataset.iter_records() if r.meta["row"] == number)
+    record = next(r for r in records_of(dataset) if r.meta["row"] == number)
     return record, dataset.tasks[dataset.programs[record.program].task_hash]
 
 
@@ -142,7 +143,7 @@ def test_equal_shapes_are_one_program_and_tasks_are_stored_by_their_dimensions(d
     assert dataset.labels(["t4"])["n_records"].tolist() == [2]
     for task in dataset.tasks.values():
         assert len(task.tir_json) < 200
-        ast = compact_ast(rebuild(dataset.programs[task.hash], task, None))
+        ast = compact_ast(Rebuilder()(dataset.programs[task.hash], task, None))
         assert ast.column("program_flops")[0] == pytest.approx(task.flops)
 
 

@@ -37,7 +37,7 @@ def one_each(n: int, *devices: str) -> pd.DataFrame:
 
 def units(split: Split, labels: pd.DataFrame, column: str = "task") -> tuple[set[str], ...]:
     """What train, valid and test have of a column."""
-    return tuple(set(labels[column].iloc[split.part(name)]) for name in PARTS[:3])
+    return tuple(set(labels[column].iloc[getattr(split, name)]) for name in PARTS[:3])
 
 
 @st.composite
@@ -64,9 +64,9 @@ def make(spec: str, labels: pd.DataFrame, networks: Networks) -> Split:
         assume(not any(text in str(error) for text in ("nothing is left", "cannot hold out", "at least two")))
         raise
     for other in (Split.parse(split.spec, labels, networks), Split.from_json(split.to_json())):
-        assert all((other.part(name) == split.part(name)).all() for name in PARTS)
+        assert all((getattr(other, name) == getattr(split, name)).all() for name in PARTS)
         assert other.to_json() == split.to_json()
-    rows = [split.part(name) for name in PARTS]
+    rows = [getattr(split, name) for name in PARTS]
     assert sorted(np.concatenate(rows)) == list(range(len(labels)))
     assert len(split.train) and len(split.test) and all(part.dtype == np.int64 for part in rows)
     return split
@@ -216,8 +216,6 @@ def test_rows_that_a_split_may_not_have_are_refused(spec: str, change: Callable[
         replace(split, **change(split)).check_disjoint(labels, SHARED)
     with pytest.raises(SplitError, match="another label table"):
         split.check_disjoint(labels.iloc[::-1].reset_index(drop=True), SHARED)
-    with pytest.raises(SplitError, match="no part 'training'"):
-        split.part("training")
 
 
 @pytest.mark.parametrize("column", ["task", "program", "device"])

@@ -24,7 +24,7 @@ from cdmpp.errors import DatasetError, LabelError, SchemaVersionError
 from cdmpp.program.types import Program, Task
 
 from tests.samples.datasets import (  # isort: skip
-    DEVICE, OTHER_DEVICE, add_all, add_measured, failure, program, record, small_dataset, space, task,
+    DEVICE, OTHER_DEVICE, add_all, add_measured, failure, program, record, records_of, small_dataset, space, task,
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_all_forms_hold_the_same(tmp_path: Path) -> None:
     rows = small_dataset(path)
     own = {"rows.db-wal", "rows.db-shm"}  # SQLite's
     assert {p.name for p in path.iterdir()} - own == {"meta.json", "rows.db", ".lock"}
-    frame, records = rows.records, list(rows.iter_records())
+    frame, records = rows.records, records_of(rows)
     with rows:
         rows.finalize()
     assert {p.name for p in path.iterdir()} == {"meta.json", ".lock", *(f"{t}.parquet" for t in SCHEMAS)}
@@ -50,7 +50,7 @@ def test_all_forms_hold_the_same(tmp_path: Path) -> None:
         assert dataset.network_families == {"net": "cnn"}
         exact = [name for name in frame if name not in ("samples_s", "noise")]
         assert_frame_equal(dataset.records[exact], frame[exact])
-        for old, new in zip(records, dataset.iter_records(), strict=True):
+        for old, new in zip(records, records_of(dataset), strict=True):
             assert new.samples_s == pytest.approx(old.samples_s, rel=1e-6)
             assert new.noise == pytest.approx(old.noise) and dict(new.meta) == dict(old.meta)
     assert tuple(frame.columns) == RECORD_COLUMNS and set(frame["task"]) == {task(1).hash}
@@ -229,7 +229,7 @@ def test_what_json_and_tables_have_no_place_for_is_left_out_of_a_record(tmp_path
     with small_dataset(tmp_path / "d") as dataset:
         dataset.add_record(odd)
         for _ in range(2):
-            last = list(dataset.iter_records())[-1]
+            last = records_of(dataset)[-1]
             assert last.meta == {**numbers, "workers": "auto"}
             assert len(last.error) <= MAX_ERROR_CHARS and last.error.endswith("the end")
             dataset.finalize()

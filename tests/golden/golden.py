@@ -227,7 +227,7 @@ def splits(view: Any, specs: Sequence[str] = SPLITS) -> dict[str, dict[str, list
         split = Split.parse(spec, labels, view.tasks, view.network_families)
         found[spec] = {}
         for part in PARTS:
-            rows = labels.iloc[split.part(part)]
+            rows = labels.iloc[getattr(split, part)]
             lines = sorted(rows["program"].astype(str) + " " + rows["device"].astype(str))
             found[spec][part] = [len(lines), hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]]
     return found

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.golden import golden
+from tests.samples.datasets import records_of
 
 
 def test_a_finished_dataset_opens() -> None:
@@ -18,7 +19,7 @@ def test_a_finished_dataset_opens() -> None:
     assert (len(data.programs), len(data.records), data.corrupt_lines) == (290, 595, 0)
     target = {"kind": "llvm", "num-cores": 1, "mcpu": "znver4"}
     assert data.meta["devices"][golden.CPUS[0]]["target"] == target
-    records = list(data.iter_records())
+    records = records_of(data)
     assert {record.status for record in records} == {"ok", "build_error", "build_timeout", "run_timeout"}
     assert all(record.latency_s and record.samples_s for record in records if record.status == "ok")
     assert {program.implementation for program in data.programs.values()} == {"scheduled", "library"}
@@ -33,8 +34,8 @@ def test_journals_of_a_writer_that_was_killed_are_read_and_added_to(tmp_path: Pa
     def key(record: Any) -> tuple[str, str, str]:
         return record.program, record.device, record.measured_at
 
-    known = {key(record) for record in data.iter_records()}
-    in_whole = [record for record in golden.dataset().iter_records() if record.program in data.programs]
+    known = {key(record) for record in records_of(data)}
+    in_whole = [record for record in records_of(golden.dataset()) if record.program in data.programs]
     (lost,) = [record for record in in_whole if key(record) not in known]
     assert records == len(in_whole) - 1, "all but the one that was cut"
     assert set(data.records["latency_s"].dropna()) < {record.latency_s for record in in_whole}

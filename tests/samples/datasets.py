@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 from cdmpp.dataset import Dataset, Record
+from cdmpp.dataset.record import join_meta
 from cdmpp.program.types import Program, Space, Task
 
 DEVICE = "xeon-cascadelake-2.5ghz@1"
@@ -40,6 +41,19 @@ def record(number: int, of_task: int = 1, device: str = DEVICE, latency_s: float
 def failure(number: int, of_task: int = 1, status: str = "build_error", device: str = DEVICE) -> Record:
     """A failed record."""
     return Record(program(number, of_task).hash, device, status, error=f"{status}: no", measured_at=1.7e9 + number)
+
+
+def records_of(dataset: Dataset) -> list[Record]:
+    """The records as objects, meta included."""
+    same = ("program", "device", "status", "samples_s", "error", "measured_at")
+    return [
+        Record(
+            **{name: row[name] for name in same},
+            **{name: row[name] if row[name] == row[name] else None for name in ("latency_s", "noise")},
+            meta=join_meta(row),
+        )
+        for row in dataset.records.to_dict("records")
+    ]
 
 
 def add_all(dataset: Dataset, number: int, of_task: int = 1, networks: dict[str, float] | None = None) -> None:
