@@ -227,7 +227,7 @@ class LabelTransform:
     the training labels, which keeps both microseconds and seconds well conditioned. ``log`` is its limit for ``lambda = 0``,
     with a scale of 1. ``mean`` and ``std`` are of the unstandardised transformed training labels; ``log_low`` and ``log_high``
     are the natural logarithms of the smallest and largest ratio that the inverse returns. If ``relative``,
-    every method needs the references that latencies are divided by as ``reference_s`` and raises PredictorError without."""
+    every method needs the references that latencies are divided by as ``reference_s``."""
 
     kind: str
     mean: float
@@ -249,13 +249,13 @@ class LabelTransform:
         raw = np.clip(np.asarray(label, dtype=np.float64) * self.std + self.mean, low, high)
         return np.exp(np.asarray(self._log_of_raw(raw)) + self._log_reference(reference_s))
 
-    def log_inverse(self, label: torch.Tensor, log_reference: torch.Tensor | None = None) -> torch.Tensor:
+    def log_inverse(self, label: torch.Tensor, log_reference: Any = None) -> torch.Tensor:
         """Standardised label -> natural logarithm of seconds, differentiable inside the clamped range."""
         low, high = self._raw(np.asarray([self.log_low, self.log_high]))
         # slightly inside the range, so that rounding to single precision never leaves the domain
         margin = 1e-5 * (high - low)
         log_ratio = self._log_of_raw((label * self.std + self.mean).clamp(low + margin, high - margin))
-        return log_ratio + self._given(log_reference) if self.relative else log_ratio
+        return log_ratio + log_reference if self.relative else log_ratio
 
     def to_json(self) -> dict[str, Any]:
         """State as JSON values."""
@@ -277,25 +277,18 @@ class LabelTransform:
         log1p = np.log1p if isinstance(raw, np.ndarray) else type(raw).log1p
         return log1p(raw * self.lambda_) / self.lambda_ + self.log_scale
 
-    def _log_reference(self, reference_s: ArrayLike | None) -> NDArray[np.float64] | float:
-        return np.log(_checked(self._given(reference_s), "reference")) if self.relative else 0.0
-
-    def _given(self, reference: Any) -> Any:
-        if reference is None:
-            raise PredictorError("this label transform is relative: a reference per program is needed")
-        return reference
+    def _log_reference(self, reference_s: Any) -> NDArray[np.float64] | float:
+        return np.log(_checked(reference_s, "reference")) if self.relative else 0.0
 
 
 def fit_transform(kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None = None) -> LabelTransform:
     """Fit a transform to training latencies in seconds (n,), relative to references in seconds (n,) if given. Box-Cox's
-    lambda is fitted by maximum likelihood. Raises LabelError if there are no labels or one is not finite and positive,
-    PredictorError for an unknown kind."""
+    lambda is fitted by maximum likelihood. Raises LabelError if there are no labels or one is not finite and positive."""
     log_ratio = np.log(_checked(latency_s, "latency"))
     if reference_s is not None:
         log_ratio = log_ratio - np.log(_checked(reference_s, "reference"))
     if log_ratio.size == 0:
         raise LabelError("a label transform needs at least one training label")
-    _check_kind(kind)
     low = float(log_ratio.min()) - math.log(RANGE_FACTOR)
     high = float(log_ratio.max()) + math.log(RANGE_FACTOR)
     log_scale = float(log_ratio.mean()) if kind == "box-cox" else 0.0
@@ -318,16 +311,12 @@ def fit_transform(kind: str, latency_s: ArrayLike, reference_s: ArrayLike | None
 def transform_from_json(state: dict[str, Any]) -> LabelTransform:
     """Rebuild a transform from :meth:`LabelTransform.to_json`. Raises PredictorError for an unknown kind, and KeyError,
     TypeError or ValueError if the state is malformed."""
-    _check_kind(kind := state["kind"])
+    if (kind := state["kind"]) not in KINDS:
+        raise PredictorError(f"unknown label transform '{kind}' (known: {', '.join(KINDS)})")
     values = {name: float(state[name]) for name in ("mean", "std", "log_low", "log_high")}
     if kind == "box-cox":
         values.update(lambda_=float(state["lambda"]), log_scale=float(state["log_scale"]))
     return LabelTransform(kind, relative=bool(state["relative"]), **values)
-
-
-def _check_kind(kind: Any) -> None:
-    if kind not in KINDS:
-        raise PredictorError(f"unknown label transform '{kind}' (known: {', '.join(KINDS)})")
 
 
 def _checked(values: ArrayLike, what: str) -> NDArray[np.float64]:
@@ -399,10 +388,6 @@ class PaddedBatch(NamedTuple):
     positions: torch.Tensor
     padding: torch.Tensor
 
-    def to(self, device: torch.device) -> PaddedBatch:
-        """The batch on another torch device."""
-        return PaddedBatch(*(part.to(device) for part in self))
-
 
 class Context(NamedTuple):
     """The network's inputs besides the programs, one float32 row each: encoded ``device`` (batch, device_dim) and ``pair``
@@ -417,10 +402,6 @@ class Context(NamedTuple):
     def take(self, rows: torch.Tensor) -> Context:
         """The rows with these indices, int64, or where this mask, bool (batch,), is True."""
         return Context(*(part[rows] for part in self))
-
-    def to(self, where: torch.device) -> Context:
-        """The context on another torch device."""
-        return Context(*(part.to(where) for part in self))
 
 
 @dataclass(frozen=True)
@@ -528,10 +509,6 @@ class PairArrays:
     ) -> tuple[PaddedBatch, Context]:
         """The network's inputs for the pairs with these indices, on a torch device. Those marked in ``unseen``, bool (n,), get
         inputs as if their devices had not been in training (:class:`GeneralInputs`)."""
-        return self.packed.batch(self.program[rows]).to(where), self.context(rows, where, unseen)
-
-    def context(self, rows: NDArray[np.int64], where: torch.device, unseen: NDArray[np.bool_] | None = None) -> Context:
-        """The second part of :meth:`batch`."""
         index = torch.from_numpy(rows)
         number = torch.from_numpy(self.device[rows])
         device, pair = self.device_rows[number], self.pair[index]
@@ -539,7 +516,8 @@ class PairArrays:
             chosen = torch.from_numpy(unseen)[:, None]
             device = torch.where(chosen, self.general.device_rows[number], device)
             pair = torch.where(chosen, pair * self.general.pair_keep[number], pair)
-        return Context(device, pair, self.code[index], self.has_code[index]).to(where)
+        batch = PaddedBatch(*(part.to(where) for part in self.packed.batch(self.program[rows])))
+        return batch, Context(*(part.to(where) for part in (device, pair, self.code[index], self.has_code[index])))
 
     def without_code(self) -> Self:
         """The same pairs without any features of compiled code."""

@@ -39,14 +39,12 @@ def hybrid_loss(
     return loss
 
 
-def central_moment_discrepancy(
-    source: torch.Tensor, target: torch.Tensor, moments: int = 5, low: float = -1.0, high: float = 1.0
-) -> torch.Tensor:
-    """CMD between samples (n, d) and (m, d) of embeddings bounded to ``[low, high]`` (Zellinger et al. 2017, equation 1).
+def central_moment_discrepancy(source: torch.Tensor, target: torch.Tensor, moments: int) -> torch.Tensor:
+    """CMD between samples (n, d) and (m, d) of embeddings bounded to [-1, 1] (Zellinger et al. 2017, equation 1).
 
-    ``|E x - E y| / (b - a) + sum_{k=2..K} |c_k(x) - c_k(y)| / (b - a)^k``, where ``c_k`` is the vector of k-th central moments,
-    K is ``moments`` (at least 1), a and b are ``low`` and ``high``, and ``|.|`` is the Euclidean norm."""
-    width = high - low
+    ``|E x - E y| / 2 + sum_{k=2..K} |c_k(x) - c_k(y)| / 2^k``, where ``c_k`` is the vector of k-th central moments, K is
+    ``moments`` (at least 1), and ``|.|`` is the Euclidean norm."""
+    width = 2.0
     source_mean, target_mean = source.mean(0), target.mean(0)
     total = _norm(source_mean - target_mean) / width
     source_centred, target_centred = source - source_mean, target - target_mean

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
-from cdmpp.errors import PredictorError
 from cdmpp.predictor.config import ModelConfig
 from cdmpp.predictor.encoding import Context, LabelledArrays, PaddedBatch, PairArrays, inference_batches
 from cdmpp.predictor.pair_features import CODE_FEATURES, LOOP_CODE_FEATURES, TIME_PARTS
@@ -26,27 +25,16 @@ _POSITION_STEP = 256
 INFERENCE_BATCH = 1024
 #: Lower edge of unused bins, which no value reaches (encoded values are clipped far below it).
 _NEVER = 1e6
-#: Variants of :func:`positional_encoding`.
-VARIANTS: tuple[str, ...] = ("standard", "paper")
-
-_BASE = 10000.0
 
 
 def positional_encoding(positions: ArrayLike, dim: int, variant: str = "standard") -> NDArray[np.float32]:
     """Encode pre-order positions, float32 ``positions.shape + (dim,)``: column ``k`` is ``sin(pos * f_k)`` for even ``k`` and
     ``cos(pos * f_k)`` for odd ``k``. In ``standard`` a sine and a cosine share a frequency, ``f_k = 10000 ** (-2 * (k // 2) /
     dim)``, as in *Attention is all you need*. In ``paper``, CDMPP's formula, every column has its own: ``10000 ** (-2 * k /
-    dim)``. Raises PredictorError for an unknown variant, ``dim`` below 1 or a negative position."""
-    if variant not in VARIANTS:
-        raise PredictorError(f"unknown positional encoding {variant!r}: expected one of {', '.join(VARIANTS)}")
-    if dim < 1:
-        raise PredictorError(f"a positional encoding needs at least one column, got {dim}")
-    pos = np.asarray(positions, dtype=np.float64)
-    if pos.size and pos.min() < 0:
-        raise PredictorError(f"positions must not be negative, got {pos.min():g}")
+    dim)``."""
     column = np.arange(dim)
     exponent = 2.0 * (column // 2 if variant == "standard" else column) / dim
-    angle = pos[..., None] * _BASE**-exponent
+    angle = np.asarray(positions, dtype=np.float64)[..., None] * 10000.0**-exponent
     return np.where(column % 2 == 0, np.sin(angle), np.cos(angle)).astype(np.float32)
 
 
@@ -66,8 +54,7 @@ class PreOrderEncoding(nn.Module):
         if needed > table.shape[0]:
             size = -(-needed // _POSITION_STEP) * _POSITION_STEP
             values = positional_encoding(np.arange(size), self._dim, self._variant)
-            table = torch.from_numpy(np.asarray(values, dtype=np.float32)).to(positions.device)
-            self._table = table
+            self._table = table = torch.from_numpy(values).to(positions.device)
         return table[positions]
 
 
@@ -313,19 +300,13 @@ def correction_inputs(
     and its embedding by the network (n, h; computed unless given)."""
     known = torch.cat([arrays.pair, arrays.code * arrays.has_code[:, None]], dim=1).double().numpy()
     if embeddings is None:
-        embeddings = embeddings_of(network, arrays).double().numpy()
+        where = next(network.parameters()).device
+        embeddings = np.empty((len(arrays), network.config.embedding_dim))
+        with evaluating(network):
+            for rows in inference_batches(arrays.packed.lengths[arrays.program], INFERENCE_BATCH):
+                batch, context = arrays.batch(rows, where)
+                embeddings[rows] = network.embed(batch, context.device).cpu().numpy()
     return known, embeddings
-
-
-def embeddings_of(network: LatencyNetwork, arrays: PairArrays) -> torch.Tensor:
-    """Embeddings of (program, device) pairs, float32 (n, embedding_dim), in evaluation mode."""
-    where = next(network.parameters()).device
-    embeddings = torch.empty(len(arrays), network.config.embedding_dim)
-    with evaluating(network):
-        for rows in inference_batches(arrays.packed.lengths[arrays.program], INFERENCE_BATCH):
-            batch, context = arrays.batch(rows, where)
-            embeddings[torch.from_numpy(rows)] = network.embed(batch, context.device).cpu()
-    return embeddings
 
 
 def predict_labels(networks: Sequence[nn.Module], arrays: PairArrays) -> np.ndarray:

@@ -35,17 +35,17 @@ def test_hybrid_loss_known_answer():
 
 def test_cmd_against_a_hand_computation():
     # means 0.5 and 0.25; centred values are +-0.5 and +-0.25, so odd moments vanish and
-    # c2 = 0.25 / 0.0625, c4 = 0.0625 / 0.00390625; bounds [0, 1] have width 1
+    # c2 = 0.25 / 0.0625, c4 = 0.0625 / 0.00390625; the bounds -1 and 1 are 2 apart
     source, target = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [0.5]])
-    expected = 0.25 + (0.25 - 0.0625) + 0.0 + (0.0625 - 0.00390625) + 0.0
-    assert central_moment_discrepancy(source, target, 5, 0.0, 1.0).item() == pytest.approx(expected, abs=1e-6)
+    expected = 0.25 / 2 + (0.25 - 0.0625) / 4 + 0.0 + (0.0625 - 0.00390625) / 16 + 0.0
+    assert central_moment_discrepancy(source, target, 5).item() == pytest.approx(expected, abs=1e-6)
     source, target = torch.tensor([[-1.0], [1.0]]), torch.tensor([[0.0], [1.0]])
-    # width 2: |0 - 0.5| / 2 + |1 - 0.25| / 4 + 0 + |1 - 0.0625| / 16
+    # |0 - 0.5| / 2 + |1 - 0.25| / 4 + 0 + |1 - 0.0625| / 16
     assert central_moment_discrepancy(source, target, 5).item() == pytest.approx(0.25 + 0.1875 + 0.05859375, abs=1e-6)
 
 
 def test_cmd_uses_the_norm_over_dimensions_and_is_zero_for_equal_samples():
     source = torch.tensor([[0.0, 0.0], [0.6, 0.8]])
-    assert central_moment_discrepancy(source, source.flip(0)).item() == pytest.approx(0, abs=1e-6)
-    shifted = central_moment_discrepancy(source, source + torch.tensor([0.3, 0.4]), moments=1, low=0.0, high=1.0)
-    assert shifted.item() == pytest.approx(0.5, abs=1e-6)
+    assert central_moment_discrepancy(source, source.flip(0), 5).item() == pytest.approx(0, abs=1e-6)
+    shifted = central_moment_discrepancy(source, source + torch.tensor([0.3, 0.4]), moments=1)
+    assert shifted.item() == pytest.approx(0.25, abs=1e-6)
