@@ -583,11 +583,6 @@ def get_device(name: str | Device, table: DeviceTable | None = None) -> Device:
     return name if isinstance(name, Device) else (table or load_table()).get(name)
 
 
-def detect() -> Device:
-    """The CPU of this machine with all cores that this process may use."""
-    return get_device(THIS_CPU)
-
-
 def known_devices(table: DeviceTable | None = None) -> list[Device]:
     """Every device of the table with all its cores: GPUs first, then CPUs, each sorted by name."""
     rows = (table or load_table()).rows
