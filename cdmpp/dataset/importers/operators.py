@@ -49,13 +49,13 @@ def import_operators(
     parts: list[pd.DataFrame] = []
     for number, (path, frame) in enumerate(found.frames):
         found.progress(path.name, number, len(found.frames))
-        kind = _kind(source, frame, path)
+        reader = _reader(source, frame, path)
         frame = evenly(_without_suspects(frame.reset_index(drop=True), found), limit)
         names = _text(frame, "system" if "system" in frame else "device")
         names = names.replace({"pipeweave": _PIPEWEAVE_NAMES, "miopen": _MIOPEN_NAMES}.get(source, {}))
         devices = found.resolve(names, path)
         with raised_as(DatasetError, str(path), ProgramError):
-            part = operator_table(_READERS[kind](frame, found)).set_axis(frame.index)
+            part = operator_table(reader(frame)).set_axis(frame.index)
             part["device"] = [devices[str(name)].name for name in names]
             _refuse_impossible(part, {device.name: device for device in devices.values()})
         found.devices |= set(part["device"])
@@ -67,12 +67,12 @@ def import_operators(
     return found.report({"ok": len(united)}, tasks=len(operators.drop_duplicates()), programs=0)
 
 
-def _kind(source: str, frame: pd.DataFrame, path: Path) -> str:
-    for kind, columns in _COLUMNS.items():
-        if kind.split()[0] == source and columns[0] in frame:
+def _reader(source: str, frame: pd.DataFrame, path: Path) -> _Reader:
+    for reader, columns in _FILES[source].items():
+        if columns[0] in frame:
             require_columns(frame, columns, path)
-            return kind
-    firsts = [columns[0] for kind, columns in _COLUMNS.items() if kind.split()[0] == source]
+            return reader
+    firsts = [columns[0] for columns in _FILES[source].values()]
     raise DatasetError(f"{path} is no file of {source}: it has no column {' or '.join(firsts)}")
 
 
@@ -102,7 +102,7 @@ def _labels(frame: pd.DataFrame, framework: str, kernel: str = "kernel") -> pd.D
     return pd.DataFrame({**texts, "kernel": _text(frame, kernel), "seconds": _number(frame, "seconds")})
 
 
-def _aiconfigurator(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+def _aiconfigurator(frame: pd.DataFrame) -> pd.DataFrame:
     op, out = _text(frame, "op"), _labels(frame, "aiconfigurator")
     known = {"gemm": "gemm", "quantize_scale_matrix": "quantize"}
     attends = op.str.startswith("attention_").to_numpy()
@@ -127,12 +127,12 @@ def _aiconfigurator(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     return out.assign(**{name: np.where(attends, values, np.nan) for name, values in sizes.items()})
 
 
-def _pipeweave_gemm(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+def _pipeweave_gemm(frame: pd.DataFrame) -> pd.DataFrame:
     sizes = {name: _number(frame, name) for name in ("m", "n", "k")}
     return _labels(frame, "pipeweave").assign(op="gemm", dtype=_text(frame, "dtype", "bfloat16"), **sizes)
 
 
-def _pipeweave_moe(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+def _pipeweave_moe(frame: pd.DataFrame) -> pd.DataFrame:
     first = (_text(frame, "weight_type") == "w13").to_numpy()
     experts, hidden, inner = (_number(frame, name) for name in ("experts", "hidden", "intermediate"))
     return _labels(frame, "triton").assign(
@@ -145,7 +145,7 @@ def _pipeweave_moe(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     )
 
 
-def _pipeweave_collective(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+def _pipeweave_collective(frame: pd.DataFrame) -> pd.DataFrame:
     refuse(frame, "num_workers", ~(_number(frame, "num_workers") >= 2), "2 or more ranks")
     return _labels(frame, "nccl").assign(
         op=_text(frame, "collective"),
@@ -155,7 +155,7 @@ def _pipeweave_collective(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     )
 
 
-def _miopen(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+def _miopen(frame: pd.DataFrame) -> pd.DataFrame:
     same = {"batch": "n", "in_channels": "c", "out_channels": "k", "height": "h", "width": "w", "kernel_h": "kh",
             "kernel_w": "kw", "out_h": "oh", "out_w": "ow", "groups": "groups"}  # fmt: skip
     sizes = {name: _number(frame, column) for name, column in same.items()}
@@ -178,7 +178,7 @@ def _miopen(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     )
 
 
-def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
+def _neusight(frame: pd.DataFrame) -> pd.DataFrame:
     op = _text(frame, "op")
     b, m, n, k, h = (_number(frame, name) for name in ("B", "M", "N", "K", "H"))
     product, rows = op.isin(["linear", "bmm"]).to_numpy(), op.isin(["softmax", "ln"]).to_numpy()
@@ -205,25 +205,20 @@ def _neusight(frame: pd.DataFrame, found: Import) -> pd.DataFrame:
     return labels.assign(op=op.map(kinds).fillna("elementwise"), dtype=_text(frame, "dtype", "float32"), **sizes)
 
 
-#: Source and kind of file -> required columns; the first identifies the kind.
-_COLUMNS: dict[str, tuple[str, ...]] = {
-    "aiconfigurator": ("op", "system", "dtype", "seconds"),
-    "pipeweave collectives": ("bytes_per_rank", "device", "collective", "num_workers", "seconds"),
-    "pipeweave experts": ("weight_type", "device", "m", "experts", "top_k", "hidden", "intermediate", "seconds"),
-    "pipeweave gemm": ("op", "device", "m", "n", "k", "seconds"),
-    "neusight-operators": ("op", "device", "latency_ms", "B", "M", "N", "K", "H"),
-    "miopen": ("solver", "device", "dtype", "direction", "n", "c", "h", "w", "k", "kh", "kw", "oh", "ow", "seconds"),
-}  # fmt: skip
-_READERS: dict[str, Callable[[pd.DataFrame, Import], pd.DataFrame]] = {
-    "aiconfigurator": _aiconfigurator,
-    "pipeweave collectives": _pipeweave_collective,
-    "pipeweave experts": _pipeweave_moe,
-    "pipeweave gemm": _pipeweave_gemm,
-    "neusight-operators": _neusight,
-    "miopen": _miopen,
+_Reader = Callable[[pd.DataFrame], pd.DataFrame]
+#: Source -> its kinds of files: how each is read, and the columns that it needs, of which the first identifies it.
+_FILES: dict[str, dict[_Reader, tuple[str, ...]]] = {
+    "aiconfigurator": {_aiconfigurator: ("op", "system", "dtype", "seconds")},
+    "pipeweave": {
+        _pipeweave_collective: ("bytes_per_rank", "device", "collective", "num_workers", "seconds"),
+        _pipeweave_moe: ("weight_type", "device", "m", "experts", "top_k", "hidden", "intermediate", "seconds"),
+        _pipeweave_gemm: ("op", "device", "m", "n", "k", "seconds"),
+    },
+    "neusight-operators": {_neusight: ("op", "device", "latency_ms", "B", "M", "N", "K", "H")},
+    "miopen": {_miopen: ("solver", "device", "dtype", "direction", "n", "c", "h", "w", "k", "kh", "kw", "oh", "ow", "seconds")},
 }
 #: Sources that :func:`import_operators` reads.
-SOURCES: tuple[str, ...] = tuple(dict.fromkeys(kind.split()[0] for kind in _COLUMNS))
+SOURCES: tuple[str, ...] = tuple(_FILES)
 
 
 def _refuse_impossible(table: pd.DataFrame, devices: dict[str, Device]) -> None:
