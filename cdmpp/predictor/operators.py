@@ -606,11 +606,11 @@ def solver_times(table: pd.DataFrame, rows: int = _SOLVER_ROWS, seed: int = 0) -
     return drawn.reset_index(drop=True), seconds[drawn.index], names.tolist()
 
 
-def with_what_was_measured(model: OperatorModel, table: pd.DataFrame, learned: pd.DataFrame, seed: int = 0) -> OperatorModel:
+def with_what_was_measured(model: OperatorModel, table: pd.DataFrame, learned: pd.DataFrame) -> OperatorModel:
     """Add to a model the solvers of a table of all measurements, if any, and some of the operators that it ``learned`` from."""
     solvers = None
     if ((table["framework"] == FRAMEWORK) & (table["op"] == OPERATOR)).any():
-        solvers = train_solvers(*solver_times(table, seed=seed), model.constants, model.inputs, seed)
+        solvers = train_solvers(*solver_times(table), model.constants, model.inputs)
     best = learned[learned["framework"] == BEST].reset_index(drop=True)
     kept = best[best.groupby([kinds(best), "device"]).cumcount() < _KEPT_ROWS].reset_index(drop=True)
     kept = kept[["op", "dtype", "kv_dtype", *SIZES, "device", "seconds"]]

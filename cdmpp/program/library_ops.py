@@ -124,18 +124,9 @@ def memory(elements: int, inputs: int = 1) -> Any:
     return prim_func(sources, ex.compute((elements,), value, name="memory"))
 
 
-def operator_flops(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Floating-point operations of an operator; arguments may be arrays with one value per instance."""
-    return _work(name, arguments)[0]
-
-
-def operator_bytes(name: str, arguments: Mapping[str, Any]) -> Any:
-    """Bytes of all inputs and outputs, each counted once; arguments may be arrays with one value per instance."""
-    return 4 * _work(name, arguments)[1]
-
-
-def _work(name: str, a: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Floating-point operations, and the number of elements of all inputs and outputs."""
+def operator_work(name: str, a: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Floating-point operations of an operator, and the number of elements of all its inputs and outputs, each counted once.
+    Its arguments may be arrays with one value per instance."""
     if name == "linear":
         m, n, k = a["m"], a["n"], a["k"]
         return 2 * m * n * k + m * k, m * n + n * k + k + m * k

@@ -621,7 +621,7 @@ def tasks_of(fused: FusedNetwork, network: str) -> dict[str, Task]:
     return {name: tasks[task.hash] for name, task in found.items()}
 
 
-def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, float] | None = None) -> Task:
+def task_from_prim_func(func: Any, name: str = "main") -> Task:
     """The task of one unscheduled PrimFunc (ProgramError: it has no loop, no fixed shapes, or no schedulable blocks)."""
     tvm = import_tvm()
     from tvm.s_tir.analysis import estimate_tir_flops
@@ -644,25 +644,25 @@ def task_from_prim_func(func: Any, name: str = "main", networks: Mapping[str, fl
         hash=structural_hash(func),
         name=name,
         tir_json=tvm.ir.save_json(func),
-        networks=dict(networks or {}),
+        networks={},
         flops=float(estimate_tir_flops(tvm.IRModule({"main": func}))),
         bytes=total_bytes,
         dtype=dtype,
     )
 
 
-def library_task(name: str, arguments: Mapping[str, Any], networks: Mapping[str, float] | None = None) -> Task:
+def library_task(name: str, arguments: Mapping[str, Any]) -> Task:
     """The task of a library operator, made in some 0.7 ms (ProgramError: no such operator, or not with these arguments)."""
     from cdmpp.program import generators, library_ops
 
-    func = generators.build(name, arguments)
+    func, (flops, elements) = generators.build(name, arguments), library_ops.operator_work(name, arguments)
     return Task(
         hash=structural_hash(func),
         name=str(arguments["op"]) if name == "elementwise" else name,
         tir_json=generators.describe(name, arguments),
-        networks=dict(networks or {}),
-        flops=float(library_ops.operator_flops(name, arguments)),
-        bytes=float(library_ops.operator_bytes(name, arguments)),
+        networks={},
+        flops=float(flops),
+        bytes=4.0 * elements,
     )
 
 

@@ -266,11 +266,6 @@ class Rebuilder:
         return _rebuilt(mod, self._insts[space.hash], program, self._contexts[key][1])
 
 
-def rebuild(program: Program, task: Task, space: Space | None) -> Any:
-    """Rebuild one program; use :class:`Rebuilder` for many."""
-    return Rebuilder()(program, task, space)
-
-
 def program_of_schedule(
     schedule: Any, task: Task, rule: str = "llvm", num_cores: int = 1, origin: str = "search"
 ) -> tuple[Program, Space]:

@@ -10,7 +10,7 @@ import pytest
 
 from cdmpp.errors import ProgramError
 from cdmpp.program import import_tvm, structural_hash
-from cdmpp.program.space import Rebuilder, TaskSpaces, rebuild, sample_programs, unscheduled
+from cdmpp.program.space import Rebuilder, TaskSpaces, sample_programs, unscheduled
 from cdmpp.program.types import Program, Space, Task
 from tests.samples.programs import matmul_task, te_task
 
@@ -50,7 +50,7 @@ def test_mutants_are_new_programs_of_the_same_spaces(spaces: TaskSpaces) -> None
     assert {m.hash for m in mutants}.isdisjoint(p.hash for p in parents)
     for mutant in mutants:
         assert mutant.origin == "search"
-        rebuild(*parts(mutant, spaces))  # raises if it gives another hash
+        Rebuilder()(*parts(mutant, spaces))  # raises if it gives another hash
 
 
 def test_a_task_without_choices_gives_what_it_has() -> None:
@@ -66,14 +66,14 @@ def test_cuda_programs_bind_threads() -> None:
     programs = spaces.sample(4, seed=0)
     assert len(programs) == 4
     for program in programs:
-        text = rebuild(*parts(program, spaces)).script()
+        text = Rebuilder()(*parts(program, spaces)).script()
         assert "threadIdx.x" in text and "blockIdx.x" in text
 
 
 def test_an_unscheduled_program_is_the_task_itself() -> None:
     task = matmul_task(16)
     assert unscheduled(task).implementation == "library"
-    assert structural_hash(rebuild(unscheduled(task), task, None)) == task.hash
+    assert structural_hash(Rebuilder()(unscheduled(task), task, None)) == task.hash
     with pytest.raises(ProgramError, match="expected 'llvm' or 'cuda'"):
         TaskSpaces(task, "hexagon")
 
@@ -89,7 +89,7 @@ def test_an_unscheduled_program_is_the_task_itself() -> None:
 def test_wrong_decisions_are_refused(spaces: TaskSpaces, change: dict[str, str], message: str) -> None:
     program, *rest = parts(*spaces.sample(1, seed=0), spaces)
     with pytest.raises(ProgramError, match=message):
-        rebuild(replace(program, **change), *rest)
+        Rebuilder()(replace(program, **change), *rest)
 
 
 def test_tasks_of_one_hash_with_blocks_of_other_names_rebuild_side_by_side() -> None:

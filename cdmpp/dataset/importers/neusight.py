@@ -27,7 +27,7 @@ from cdmpp.dataset.record import Record
 from cdmpp.device import Device, DeviceTable
 from cdmpp.errors import DatasetError
 from cdmpp.program.graph import FOLDER, NetworkGraph, save_graph
-from cdmpp.program.library_ops import operator_bytes, operator_flops
+from cdmpp.program.library_ops import operator_work
 from cdmpp.program.network import library_task
 from cdmpp.program.space import unscheduled
 
@@ -137,10 +137,11 @@ def _checked(path: Path, frame: pd.DataFrame, found: common.Import) -> _Operator
     owners = frame["device"].to_numpy(str)
     for op, arguments in operators.arguments.items():
         generator, values = _call(op, dict(arguments.astype(np.float64)))
-        flops = np.broadcast_to(np.asarray(operator_flops(generator, values), float), len(arguments))
+        work, elements = operator_work(generator, values)
+        flops = np.broadcast_to(np.asarray(work, float), len(arguments))
         if generator == "conv2d":
             flops = flops / common.CONV_GAIN
-        n_bytes = np.asarray(operator_bytes(generator, values))
+        n_bytes = 4 * np.asarray(elements)
         for name, device in devices.items():
             here = np.flatnonzero(owners[arguments.index] == name)
             places = arguments.index[here]

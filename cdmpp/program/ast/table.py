@@ -268,7 +268,7 @@ class Footprints:
         uses = _by_access(np.logical_or, starts, table.uses)
         points = with_one(np.cumprod(np.where(uses, nest.extent[leaf], 1.0), axis=1))
         elements = np.minimum(_by_access(np.multiply, starts, count), points)
-        extents = _extents(table, starts, shape, span, count)
+        extents = _extents(starts, shape, span, count)
         lines = np.minimum(extents.blocks(LINE_BYTES / itemsize), elements) * LINE_BYTES
         working_set, program_bytes = _working_sets(table, nest, leaf, buffer, lines)
         return cls(
@@ -335,7 +335,7 @@ class _Extents:
         return np.minimum(blocks, np.ceil((self.linear + 1) / size))
 
 
-def _extents(table: LeafTable, starts: IntArray, shape: FloatArray, span: FloatArray, count: FloatArray) -> _Extents:
+def _extents(starts: IntArray, shape: FloatArray, span: FloatArray, count: FloatArray) -> _Extents:
     n = len(starts)
     ends = np.append(starts[1:], len(shape))
     dims = ends - starts
