@@ -45,15 +45,12 @@ def failure(number: int, of_task: int = 1, status: str = "build_error", device: 
 
 def records_of(dataset: Dataset) -> list[Record]:
     """The records as objects, meta included."""
-    same = ("program", "device", "status", "samples_s", "error", "measured_at")
-    return [
-        Record(
-            **{name: row[name] for name in same},
-            **{name: row[name] if row[name] == row[name] else None for name in ("latency_s", "noise")},
-            meta=join_meta(row),
-        )
-        for row in dataset.records.to_dict("records")
-    ]
+    names = ("program", "device", "status", "latency_s", "noise", "samples_s", "error", "measured_at")
+    frame = dataset.records
+    frame = frame.assign(
+        **{name: frame[name].astype(object).where(frame[name].notna(), None) for name in ("latency_s", "noise")}
+    )
+    return [Record(**{name: row[name] for name in names}, meta=join_meta(row)) for row in frame.to_dict("records")]
 
 
 def add_all(dataset: Dataset, number: int, of_task: int = 1, networks: dict[str, float] | None = None) -> None:
