@@ -279,7 +279,9 @@ def _evaluate_operators(args: Namespace, console: Console, errors: Console) -> A
     from cdmpp.dataset.operators import load_operators
     from cdmpp.predictor.operators import evaluate_operators
 
-    refuse(args, _add_evaluate, "predictor data", "is of programs: errors of operators are by device, kind and dtype")
+    of_programs = ("split", "part", "compiled", "measured", "by")
+    if given := [f"--{name}" for name in of_programs if getattr(args, name)]:
+        raise CdmppError(f"{', '.join(given)}: of programs alone; errors of operators are by device, kind and dtype")
     with errors.status("predicting operators"):
         result = evaluate_operators(load_operators(args.data), args.predictor)
     rows = [*result["groups"], *result["overall"]]
