@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cdmpp.dataset import Split
+from cdmpp.dataset.split import PARTS
 from cdmpp.dataset.view import unite_devices
 from cdmpp.errors import PredictorError, SplitError
 from cdmpp.predictor.data import TrainingData, split_data, warn_of_missing_counts
@@ -137,8 +138,8 @@ def rows_to_score(
     predictor: Predictor, data: TrainingData, split: Split | str | None, part: str = "test"
 ) -> tuple[str, NDArray[np.int64]]:
     """Name of the split and rows of its part, n >= 1; arguments and errors as in :func:`evaluate`."""
-    if part not in ("train", "valid", "test"):
-        raise PredictorError(f"unknown part '{part}' (known: train, valid, test)")
+    if part not in PARTS:
+        raise PredictorError(f"unknown part '{part}' (known: {', '.join(PARTS)})")
     unite_devices({"the predictor's training": predictor.specs, "the data": data.devices})
     name, rows = ALL_RECORDS, np.arange(len(data))
     if split is None or (isinstance(split, str) and split != ALL_RECORDS):

@@ -261,7 +261,7 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     special_rate = _SPECIAL_PER_CYCLE.get(device.mcpu, _SPECIAL_OF_OTHERS) if device.kind == "gpu" else lanes / 8
     collective = np.isin(op, COLLECTIVES)
     moved = todo["read"] + todo["written"]
-    cache = 1024.0 * max(device.l2_kb or 0.0, device.l3_kb or 0.0) or 1e6
+    cache = _cache_bytes(device) or 1e6
     l2_bytes = _L2_BYTES.get(device.mcpu, _L2_BYTES_OF_OTHERS)
     of_share = device.share if device.kind == "gpu" else 1.0
     cache_rate = 1e9 * of_share * (device.l2_bandwidth_gb_s or 0.0) or cores * clock * l2_bytes
@@ -358,12 +358,18 @@ def mechanism(table: pd.DataFrame, device: Device) -> Mechanism:
     )
 
 
+def _cache_bytes(device: Device) -> float:
+    """Size of the last-level cache, 0 if it is not known."""
+    return 1024.0 * max(device.l2_kb or 0.0, device.l3_kb or 0.0)
+
+
 def least_s(table: pd.DataFrame, device: Device) -> FloatArray:
     """Seconds that a GPU's memory needs for what its caches cannot hold, each byte once, at the specified bandwidth, float64
-    (n,): no operator is faster. 0 where the bandwidth is not known, and for CPUs."""
-    if device.kind != "gpu" or not device.bandwidth_gb_s:
+    (n,): no operator is faster. 0 where bandwidth or caches are not known, and for CPUs."""
+    cache = _cache_bytes(device)
+    if device.kind != "gpu" or not device.bandwidth_gb_s or not cache:
         return np.zeros(len(table))
-    todo, cache = work(table), 1024.0 * max(device.l2_kb or 0.0, device.l3_kb or 0.0)
+    todo = work(table)
     return np.maximum(todo["read"] + todo["written"] - cache, 0.0) / (1e9 * device.bandwidth_gb_s)
 
 
